@@ -1,0 +1,72 @@
+"""Callbacks of private training."""
+
+from typing import Any
+
+import keras
+
+from keras_dpopt import composition, validation
+from keras_dpopt.training import PrivateTraining
+
+
+class PrivacyBudget(keras.callbacks.Callback):
+    """Shows the epsilon spent, and lets no step exceed a target.
+
+    The cap is a step limit that the optimizer holds: a step beyond it changes nothing,
+    inside `steps_per_execution` too. This callback only sets it, from the model's whole
+    ledger, and ends the training when it is reached. Later fits of the model keep to
+    the budget as well, with or without the callback.
+
+    Args:
+        target_epsilon: Positive: the epsilon that the model may reach in all.
+        delta: In (0, 1), well below 1/N.
+        accountant: "rdp" or "pld". With "pld", which takes seconds, epsilon is shown at
+            the ends of epochs only.
+
+    Raises:
+        RuntimeError: at the start of `fit`, if the budget is spent already.
+        TypeError: if the model is not private.
+
+    Privacy:
+        Steps are counted, not data looked at: the callback releases nothing.
+
+    Example:
+        >>> PrivacyBudget(target_epsilon=3.0, delta=1e-5).target_epsilon
+        3.0
+    """
+
+    def __init__(self, target_epsilon: float, delta: float, accountant: str = "rdp"):
+        super().__init__()
+        self.target_epsilon = validation.check_positive(
+            "target_epsilon", target_epsilon
+        )
+        self.delta = validation.check_delta(delta)
+        self.accountant = composition.check_accountant(accountant)
+
+    def on_train_begin(self, logs=None):
+        """Sets the budget."""
+        del logs
+        if not isinstance(self.model, PrivateTraining):
+            raise TypeError(
+                "PrivacyBudget needs a private model, got "
+                f"{type(self.model).__name__}. Use keras_dpopt.DPModel, DPSequential "
+                "or make_private(model)."
+            )
+        self.model.privacy_ledger.set_budget(
+            self.target_epsilon, self.delta, self.accountant
+        )
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Adds the epsilon so far to the progress bar."""
+        del batch
+        if self.accountant == "rdp":
+            self._show(logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Adds the epsilon so far to the progress bar and `History`."""
+        del epoch
+        self._show(logs)
+
+    def _show(self, logs: dict[str, Any] | None):
+        if logs is not None:
+            ledger: Any = self.model.privacy_ledger.sync()  # type: ignore[union-attr]
+            logs["epsilon"] = ledger.epsilon(self.delta, self.accountant)

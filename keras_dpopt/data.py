@@ -1,0 +1,204 @@
+"""From the user's data to logical batches: padded microbatches and their count.
+
+A logical batch is a dict of
+
+    "rows":  {"x": ..., "y": ..., "sample_weight": ...}, leaves of shape [k, m, ...]
+    "count": int32 scalar, the records in it; the rows behind them are padding
+    "step":  int64 scalar, the number of the release that it is for
+
+with k = ceil(count / m) microbatches of m records (none for an empty batch). The batch
+for step t is a function of (sampler key, t), so prefetching changes nothing.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dpopt import keras_compat
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Training data in memory: a dict of `[N, ...]` structures, and N."""
+
+    values: dict[str, Any]
+    size: int
+
+
+def rows_in_memory(x, y, sample_weight, class_weight, preprocessed: bool) -> Rows:
+    """Standardizes arrays as `fit` of Keras does.
+
+    Args:
+        x: Arrays, data frames or tensors, or a structure of them.
+        y: Targets, or `None`.
+        sample_weight: Weights, or `None`.
+        class_weight: Dict from class to weight, or `None`; becomes `sample_weight`.
+        preprocessed: Whether a preprocessor of the model follows, which takes strings
+            and lists as they are.
+    """
+    if preprocessed and class_weight is None:
+        x, y, sample_weight = (
+            _map_leaves(_as_tensor, part) for part in (x, y, sample_weight)
+        )
+    else:
+        x, y, sample_weight = keras_compat.arrays_in_memory(
+            x, y, sample_weight, class_weight
+        )
+    values = _record(x, y, sample_weight)
+    sizes = {int(leaf.shape[0]) for leaf in tf.nest.flatten(values)}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"x, y and sample_weight have different numbers of rows: {sorted(sizes)}. "
+            "Pass arrays of one length."
+        )
+    return Rows(values, sizes.pop())
+
+
+def _record(x, y, sample_weight) -> dict[str, Any]:
+    parts = {"x": x, "y": y, "sample_weight": sample_weight}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _map_leaves(fn, structure):
+    """As `tf.data` reads inputs: dicts and tuples nest, a list is one tensor."""
+    if isinstance(structure, dict):
+        return {key: _map_leaves(fn, value) for key, value in structure.items()}
+    if isinstance(structure, tuple):
+        return tuple(_map_leaves(fn, value) for value in structure)
+    return None if structure is None else fn(structure)
+
+
+def _as_tensor(leaf):
+    if isinstance(leaf, tf.Tensor):
+        return leaf
+    array = np.asarray(leaf)
+    if array.dtype == np.float64:
+        array = array.astype(keras.config.floatx())
+    return tf.constant(array.tolist() if array.dtype == object else array)
+
+
+def drawn_batches(
+    rows: Rows,
+    draw: Callable[[tf.Tensor], tf.Tensor],
+    start: tf.Variable,
+    steps: int,
+    preprocess: Callable | None = None,
+) -> tf.data.Dataset:
+    """Batches that are drawn from rows in memory, not yet cut into microbatches.
+
+    Args:
+        rows: The rows.
+        draw: `step -> indices`, int64 `[n]`, of the batch for that step.
+        start: Variable read when an iteration starts: the step of its first batch.
+        steps: Batches in one iteration.
+        preprocess: `(x, y, sample_weight) -> packed`, of a model with a preprocessor.
+    """
+    tensors = tf.nest.map_structure(tf.convert_to_tensor, rows.values)
+
+    def batch(step):
+        indices = draw(step)
+        if preprocess is None:
+            taken = tf.nest.map_structure(lambda t: tf.gather(t, indices), tensors)
+            return {"rows": taken, "step": step}
+        # A tokenizer may fail on no rows at all: an empty batch borrows row 0.
+        some = tf.cond(
+            tf.size(indices) > 0, lambda: indices, lambda: tf.zeros([1], tf.int64)
+        )
+        taken = tf.nest.map_structure(lambda t: tf.gather(t, some), tensors)
+        taken = _preprocessed(preprocess, taken)
+        count = tf.size(indices)
+        return {
+            "rows": tf.nest.map_structure(lambda t: t[:count], taken),
+            "step": step,
+        }
+
+    return (
+        _steps_from(start)
+        .take(steps)
+        .map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+        .apply(tf.data.experimental.assert_cardinality(steps))
+    )
+
+
+def given_batches(
+    dataset: tf.data.Dataset, start: tf.Variable, preprocess: Callable | None = None
+) -> tf.data.Dataset:
+    """Batches that the caller made: each element becomes one logical batch."""
+
+    def batch(step, *element):
+        element = element[0] if len(element) == 1 else element
+        taken = _record(*keras_compat.unpack_x_y_sample_weight(element))
+        if preprocess is not None:
+            taken = _preprocessed(preprocess, taken)
+        return {"rows": taken, "step": step}
+
+    cardinality = int(dataset.cardinality())
+    batches = tf.data.Dataset.zip(_steps_from(start), dataset).map(batch)
+    if cardinality >= 0:
+        batches = batches.apply(tf.data.experimental.assert_cardinality(cardinality))
+    return batches
+
+
+def single_batch(x, y, sample_weight, class_weight, preprocess=None) -> dict:
+    """One batch of arrays, for `train_on_batch`; the caller adds "step"."""
+    rows = rows_in_memory(x, y, sample_weight, class_weight, preprocess is not None)
+    taken = tf.nest.map_structure(tf.convert_to_tensor, rows.values)
+    return {"rows": taken if preprocess is None else _preprocessed(preprocess, taken)}
+
+
+def preprocessed_batches(given, batch_size: int, preprocess) -> tf.data.Dataset:
+    """Batches for evaluation or prediction by a model with a preprocessor.
+
+    Args:
+        given: A batched data set, or a tuple `(x, y, sample_weight)` of rows.
+        batch_size: Of the rows.
+        preprocess: `(x, y, sample_weight) -> packed`.
+    """
+    if not isinstance(given, tf.data.Dataset):
+        x, y, sample_weight = keras_compat.unpack_x_y_sample_weight(given)
+        rows = rows_in_memory(x, y, sample_weight, None, preprocessed=True)
+        given = tf.data.Dataset.from_tensor_slices(
+            keras.utils.pack_x_y_sample_weight(
+                rows.values["x"], rows.values.get("y"), rows.values.get("sample_weight")
+            )
+        ).batch(batch_size)
+    return given.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def in_microbatches(batch: dict, microbatch_size: int) -> dict:
+    """Pads a batch to whole microbatches: makes the logical batch of the module."""
+    rows = batch["rows"]
+    count = tf.shape(tf.nest.flatten(rows)[0])[0]
+    microbatches = -(-count // microbatch_size)
+    # Padding with copies of the last row: values that every layer accepts.
+    positions = tf.minimum(tf.range(microbatches * microbatch_size), count - 1)
+
+    def split(t):
+        shape = tf.concat([[microbatches, microbatch_size], tf.shape(t)[1:]], axis=0)
+        padded = tf.reshape(tf.gather(t, positions), shape)
+        return tf.ensure_shape(padded, [None, microbatch_size, *t.shape[1:]])
+
+    return {
+        "rows": tf.nest.map_structure(split, rows),
+        "count": count,
+        "step": tf.cast(batch["step"], tf.int64),
+    }
+
+
+def _steps_from(start: tf.Variable) -> tf.data.Dataset:
+    """An endless count from `start`, whose value is read as the iteration starts.
+
+    Read element by element, the variable would race with the training step.
+    """
+    return tf.data.Dataset.range(1).flat_map(
+        lambda _: tf.data.Dataset.range(start.read_value(), tf.int64.max)
+    )
+
+
+def _preprocessed(preprocess, taken):
+    packed = preprocess(taken["x"], taken.get("y"), taken.get("sample_weight"))
+    return _record(*keras_compat.unpack_x_y_sample_weight(packed))

@@ -1,0 +1,53 @@
+"""What happens at the hooks of one fit."""
+
+from typing import Any
+
+import keras
+
+from keras_dpopt.sources import Source
+
+
+class FitRun(keras.callbacks.Callback):
+    """Keeps data, optimizer and ledger in step during one fit; runs before the others.
+
+    Args:
+        source: The fit's `Source`.
+
+    Attributes:
+        applied_in_epoch: Batches of the current epoch that a restored run had applied.
+        data_digest: Digest of the rows, once a backup has needed it.
+    """
+
+    def __init__(self, source: Source):
+        super().__init__()
+        self.source = source
+        self.applied_in_epoch = 0
+        self.data_digest: str | None = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Tells the data set at which release the epoch begins."""
+        del epoch, logs
+        model: Any = self.model
+        releases = model.optimizer.releases()
+        self.source.start.assign(releases - self.applied_in_epoch)
+        model.private_step.resume_step.assign(releases)
+        if not self.applied_in_epoch:
+            model.privacy_ledger.begin_epoch()
+        model.stop_training = model.optimizer.at_limit()
+        self.applied_in_epoch = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Follows the count, for an iterator made within an epoch; stops at the cap."""
+        del batch, logs
+        model: Any = self.model
+        self.source.start.assign(model.optimizer.releases())
+        if model.optimizer.at_limit():
+            model.stop_training = True
+
+    def before(self, callbacks: Any) -> Any:
+        """Returns callbacks for `fit` of Keras, with this one first."""
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks.callbacks.insert(0, self)
+            self.set_model(callbacks.model)
+            return callbacks
+        return [self, *(keras.tree.flatten(callbacks) if callbacks else [])]

@@ -1,0 +1,259 @@
+"""The only module that touches what Keras does not make public.
+
+Each function says which internal it stands on; `tests/keras_compat_test.py` has a test
+for each that fails when Keras moves it.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend
+from keras.src.losses.loss import Loss
+from keras.src.models.functional import Functional
+from keras.src.models.model import functional_init_arguments
+from keras.src.random.seed_generator import SeedGenerator, global_seed_generator
+from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.trainers import data_adapters
+from keras.src.trainers.data_adapters import (
+    array_data_adapter,
+    array_slicing,
+    data_adapter_utils,
+)
+from keras.src.utils.python_utils import pythonify_logs
+
+__all__ = [
+    "Functional",
+    "KerasSaveable",
+    "Loss",
+    "SeedGenerator",
+    "functional_init_arguments",
+    "pythonify_logs",
+]
+
+
+# --- data --------------------------------------------------------------------------
+
+
+def is_array_like(structure: Any) -> bool:
+    """Whether `fit` of Keras would treat `structure` as arrays in memory."""
+    return array_data_adapter.can_convert_arrays(structure)
+
+
+def arrays_in_memory(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple:
+    """Converts arrays, frames or tensors to NumPy as `fit` of Keras does.
+
+    float64 becomes floatx, a class weight becomes a sample weight, sizes are checked:
+    all by Keras' own `ArrayDataAdapter`, asked for one batch of all the rows.
+    """
+    size = max(len(leaf) for leaf in keras.tree.flatten(x) if leaf is not None)
+    adapter = array_data_adapter.ArrayDataAdapter(
+        x, y, sample_weight, class_weight=class_weight, batch_size=size
+    )
+    return unpack_x_y_sample_weight(next(iter(adapter.get_numpy_iterator())))
+
+
+def class_weight_to_sample_weights(y: Any, class_weight: dict) -> Any:
+    """Maps class weights to one weight a row."""
+    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+
+
+def unpack_x_y_sample_weight(element: Any) -> tuple:
+    """Splits an element of a data set as Keras does."""
+    return data_adapter_utils.unpack_x_y_sample_weight(element)
+
+
+def train_validation_split(arrays: tuple, validation_split: float) -> tuple:
+    """Splits arrays into (training, validation), the last rows validating."""
+    return array_slicing.train_validation_split(arrays, validation_split)
+
+
+def is_data_set(x: Any) -> bool:
+    """Whether `x` is batches that the caller made, and not rows in memory."""
+    if isinstance(x, tf.data.Dataset | keras.utils.PyDataset | types.GeneratorType):
+        return True
+    module = type(x).__module__.split(".")[0]
+    return module in ("grain", "torch") and not hasattr(x, "shape")
+
+
+def data_adapter(x: Any, class_weight: Any = None) -> Any:
+    """Returns Keras' adapter for a data set, `PyDataset`, generator or loader."""
+    return data_adapters.get_data_adapter(x, class_weight=class_weight)
+
+
+# --- models ------------------------------------------------------------------------
+
+
+def build_for(model: keras.Model, row_specs: dict) -> None:
+    """Builds model, loss, metrics and optimizer for batches of rows of these specs.
+
+    Stands on `Trainer._symbolic_build`.
+    """
+    batch = tf.nest.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), row_specs
+    )
+    model._symbolic_build(
+        data_batch=(batch["x"], batch.get("y"), batch.get("sample_weight"))
+    )
+
+
+def flat_layers(model: keras.Model) -> Sequence[keras.Layer]:
+    """Returns the model and all layers in it, nested ones too."""
+    return model._flatten_layers()
+
+
+def seed_states(model: keras.Model) -> list:
+    """Returns the state variables of all seed generators, the global one's last."""
+    generators: list[SeedGenerator] = []
+    for layer in flat_layers(model):
+        for generator in layer._seed_generators:
+            if generator not in generators:
+                generators.append(generator)
+    return [g.state for g in [*generators, global_seed_generator()]]
+
+
+def keras_mask(tensor: Any) -> Any:
+    """Returns the mask that Keras carries on a tensor, or `None`."""
+    return backend.get_keras_mask(tensor)
+
+
+def set_keras_mask(tensor: Any, mask: Any) -> None:
+    """Puts a mask on a tensor."""
+    backend.set_keras_mask(tensor, mask)
+
+
+def collected_losses(scope: keras.StatelessScope) -> list:
+    """Returns the `add_loss` and activity losses collected in a stateless scope."""
+    return list(scope.losses)
+
+
+def state_of(scope: keras.StatelessScope) -> dict[int, Any]:
+    """Returns `id(variable) -> value` at this moment in a stateless scope."""
+    return dict(scope.state_mapping)
+
+
+def own_variables(layer: keras.Layer) -> list:
+    """Returns the variables of a layer and of its metrics."""
+    return [*layer.variables, *layer.metrics_variables]
+
+
+def call_for_training(model: keras.Model, x: Any) -> Any:
+    """Calls the model as Keras' `train_step` does."""
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def call_nested(model: keras.Model, inputs: Any, training: Any, mask: Any) -> Any:
+    """Calls a model with the arguments that its `call` has."""
+    kwargs = {}
+    if model._call_has_training_arg:
+        kwargs["training"] = training
+    if mask is not None and model._call_has_mask_arg:
+        kwargs["mask"] = mask
+    return model(inputs, **kwargs)
+
+
+def overridden_training(model: keras.Model) -> list[str]:
+    """Returns the training methods that the model's class has of its own."""
+    names = ("train_step", "compute_loss", "_compute_loss")
+    return [n for n in names if getattr(type(model), n) is not getattr(keras.Model, n)]
+
+
+def overrides_compute_loss(model: keras.Model) -> bool:
+    """Whether the model's class has a `compute_loss` of its own."""
+    return type(model).compute_loss is not keras.Model.compute_loss
+
+
+# --- compiled losses ---------------------------------------------------------------
+
+
+def compiled_losses(model: keras.Model) -> Any:
+    """Returns the model's built `CompileLoss`, or `None`."""
+    return model._compile_loss
+
+
+def record_loss(compile_loss: Any, loss_fn: Callable) -> Callable:
+    """Returns a `CompileLoss` whose every single loss runs through `loss_fn`.
+
+    The output structure, the matching of names and the loss weights stay Keras' own;
+    `loss_fn(loss, y, y_pred, sample_weight)` replaces the call of each single loss, and
+    the per-output trackers stay out of it (they would see one record).
+
+    Stands on `CompileLoss._flat_losses`, a list of `(path, loss, weight, name)`, and on
+    its `call`, which zips that list with the metrics.
+    """
+    copied = object.__new__(type(compile_loss))  # copy.copy would pickle it
+    copied.__dict__.update(compile_loss.__dict__)
+    copied._flat_losses = [
+        entry._replace(loss=functools.partial(loss_fn, entry.loss))
+        for entry in compile_loss._flat_losses
+    ]
+    copied._metrics = [_Inert() for _ in compile_loss._metrics]
+    return copied
+
+
+def update_loss_trackers(
+    model: keras.Model, record_losses: Any, y: Any, y_pred: Any, sample_weight: Any
+) -> None:
+    """Feeds the loss of a batch of records to the trackers of the compiled loss.
+
+    Stands on `Model._loss_tracker`; and on `CompileLoss`, which has trackers of its own
+    where there are several outputs, and updates them when it is called.
+    """
+    model._loss_tracker.update_state(record_losses)
+    if model._compile_loss is not None and model._compile_loss.metrics:
+        model._compile_loss(y, y_pred, sample_weight)
+
+
+class _Inert:
+    """Takes the place of a metric that must not see single records."""
+
+    variables = ()
+
+    def update_state(self, *args, **kwargs):
+        """Does nothing."""
+
+
+# --- optimizers --------------------------------------------------------------------
+
+
+def update_moving_average(optimizer: keras.optimizers.Optimizer) -> None:
+    """Does Keras' EMA of the weights after an update, as `apply` of Keras does."""
+    if not optimizer.use_ema:
+        return
+    variables = optimizer._trainable_variables
+    optimizer._update_model_variables_moving_average(variables)
+    if optimizer.ema_overwrite_frequency:
+        overwrite = (optimizer.iterations + 1) % optimizer.ema_overwrite_frequency == 0
+        tf.cond(
+            overwrite,
+            lambda: _overwrite_with_average(optimizer, variables),
+            lambda: tf.constant(False),
+        )
+
+
+def _overwrite_with_average(optimizer, variables):
+    optimizer._overwrite_model_variables_with_average_value(variables)
+    return tf.constant(True)
+
+
+def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:
+    """Whether the optimizer decays `variable` (see `exclude_from_weight_decay`)."""
+    return optimizer._use_weight_decay(variable)
+
+
+def optimizer_variables_of(optimizer: keras.optimizers.Optimizer) -> list:
+    """Returns the model variables that the optimizer was built for."""
+    return list(optimizer._trainable_variables)
+
+
+# --- TensorFlow --------------------------------------------------------------------
+
+
+def is_op_determinism_enabled() -> bool:
+    """Whether `tf.config.experimental.enable_op_determinism()` was called."""
+    from tensorflow.python.framework import config
+
+    return config.is_op_determinism_enabled()

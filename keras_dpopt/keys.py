@@ -1,0 +1,69 @@
+"""The secret keys of a run.
+
+Whoever holds the noise key can subtract the noise, so the keys live in a plain object:
+neither Keras nor TensorFlow tracks what is in it, and no save, checkpoint or export
+finds it. `keras_dpopt.BackupAndRestore` alone writes them, to its own directory.
+"""
+
+import tensorflow as tf
+
+from keras_dpopt import prng
+
+_PURPOSES = ("noise", "sampler", "layers")
+
+
+class SecretKeys:
+    """Three 64-bit Philox keys: for the noise, the sampler and the layers.
+
+    Args:
+        seed: `None` draws the keys from the operating system. An int makes the run
+            repeatable, and not private against whoever knows it.
+    """
+
+    def __init__(self, seed: int | None = None):
+        self.seeded = seed is not None
+        values = [
+            prng.new_key() if seed is None else prng.key_from_seed(seed, purpose)
+            for purpose in _PURPOSES
+        ]
+        with tf.init_scope():
+            self._variable = tf.Variable(
+                values, dtype=tf.int64, trainable=False, name="secret_keys"
+            )
+
+    @property
+    def noise(self) -> tf.Tensor:
+        """Scalar int64 key of the noise."""
+        return self._variable[0]
+
+    @property
+    def sampler(self) -> tf.Tensor:
+        """Scalar int64 key of the batch sampler."""
+        return self._variable[1]
+
+    @property
+    def layers(self) -> tf.Tensor:
+        """Scalar int64 key of dropout and other layer randomness."""
+        return self._variable[2]
+
+    def refresh(self) -> None:
+        """Draws new keys, for a continuation that is no exact replay."""
+        self.seeded = False
+        self._variable.assign([prng.new_key() for _ in _PURPOSES])
+
+    def export(self) -> dict:
+        """Returns the keys; the caller guards them (see `BackupAndRestore`)."""
+        return {"keys": self._variable.numpy().tolist(), "seeded": self.seeded}
+
+    def restore(self, exported: dict) -> None:
+        """Takes the keys of `export`."""
+        self._variable.assign(exported["keys"])
+        self.seeded = bool(exported["seeded"])
+
+    def __reduce__(self):
+        # A copy of an optimizer that drew the same noise again would cancel it.
+        return (SecretKeys, ())
+
+    def __deepcopy__(self, memo):
+        del memo
+        return SecretKeys()

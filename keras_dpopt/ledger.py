@@ -1,0 +1,352 @@
+"""The privacy ledger: what was released about the training data, never forgotten.
+
+A ledger is a list of phases (phase.py). Epsilon is a pure function of the ledger; the
+order of the phases does not matter.
+
+The ledger belongs to the model, and the number of steps in it never shrinks.
+"""
+
+import dataclasses
+import json
+import math
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+import dp_accounting
+
+from keras_dpopt import accounting, validation
+from keras_dpopt.phase import ASSUMPTIONS, Phase
+
+__all__ = ["ASSUMPTIONS", "Budget", "Ledger", "Phase"]
+
+_VERSION = 1
+_NO_LIMIT = 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """An epsilon that the model may reach in all, at one delta.
+
+    Attributes:
+      target_epsilon: Above 0 and finite.
+      delta: In (0, 1).
+      accountant: "rdp" or "pld".
+    """
+
+    target_epsilon: float
+    delta: float
+    accountant: str = "rdp"
+
+    def __post_init__(self):
+        validation.check_positive("target_epsilon", self.target_epsilon)
+        validation.check_delta(self.delta)
+        accounting.check_accountant(self.accountant)
+
+
+class Ledger:
+    """All phases of a model, with notes for the statement and an optional budget.
+
+    Args:
+      phases: The phases; those without an identity get one.
+      notes: Sentences that the statement prints.
+      budget: The budget that further steps keep to, or None.
+
+    Example:
+      >>> ledger = Ledger()
+      >>> ledger.begin(Phase("DPSGD", "poisson", (1.1,), 1.0, 256, train_size=60000))
+      >>> ledger.set_steps(2350)
+      >>> round(ledger.epsilon(delta=1e-5), 4)
+      1.0997
+    """
+
+    def __init__(
+        self,
+        phases: Iterable[Phase] = (),
+        notes: Iterable[str] = (),
+        budget: Budget | None = None,
+    ):
+        self._phases = [
+            phase if phase.identity else _named(phase, uuid.uuid4().hex)
+            for phase in phases
+        ]
+        self._notes = list(dict.fromkeys(notes))
+        self.budget = budget
+        # The phases that this very object counts, and may therefore go on with. One
+        # that came from a file may go on elsewhere too, and the steps made there and
+        # here would pass for the same.
+        self._own: set[str] = set()
+        self._epoch_is_new = True
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases; the last one is open."""
+        return tuple(self._phases)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The notes, each once, in the order in which they came."""
+        return tuple(self._notes)
+
+    @property
+    def total_steps(self) -> int:
+        """The number of releases in all phases."""
+        return sum(phase.steps for phase in self._phases)
+
+    @property
+    def relation(self) -> dp_accounting.NeighboringRelation:
+        """Zero-out, or replace-one as soon as a fixed-size batch was released."""
+        return _relation(self._phases)
+
+    # --- recording -------------------------------------------------------------------
+
+    def begin(self, phase: Phase, *, resume: bool = False) -> None:
+        """Opens a phase, which goes on with an earlier one of the same kind.
+
+        Args:
+          phase: What the coming steps are like; without steps.
+          resume: Go on even with a phase that was read from a file. Only right where
+            the process that wrote the file is gone for good, as after an interruption.
+        """
+        if phase.steps or phase.epochs_begun:
+            raise ValueError(
+                f"A phase begins without steps, not with {phase.steps} of them. Use "
+                "`combine` to take over what another ledger has recorded."
+            )
+        self._phases = [p for p in self._phases if p.steps]
+        self._epoch_is_new = True
+        for earlier in reversed(self._phases):
+            if earlier.same_as(phase) and (resume or earlier.identity in self._own):
+                self._phases.remove(earlier)
+                self._epoch_is_new = not resume
+                phase = earlier
+                break
+        else:
+            phase = _named(phase, uuid.uuid4().hex)
+        self._phases.append(phase)
+        self._own.add(phase.identity)
+
+    def begin_epoch(self) -> None:
+        """Counts the next step as the first of another epoch."""
+        self._epoch_is_new = True
+
+    def set_steps(self, steps: int) -> None:
+        """Sets the number of steps of the open phase.
+
+        Args:
+          steps: All its steps, at least as many as it has.
+
+        Raises:
+          ValueError: The number would shrink.
+          RuntimeError: No phase is open.
+        """
+        if not self._phases:
+            raise RuntimeError("No phase is open. Call `begin` first.")
+        phase = self._phases[-1]
+        if steps < phase.steps:
+            raise ValueError(
+                f"A ledger cannot forget: {phase.steps} steps were released, and "
+                f"{steps} is less. Set a larger number, or begin another phase."
+            )
+        if steps > phase.steps:
+            epochs = phase.epochs_begun + self._epoch_is_new
+            self._epoch_is_new = False
+            self._phases[-1] = dataclasses.replace(
+                phase, steps=int(steps), epochs_begun=epochs
+            )
+
+    def note(self, text: str) -> None:
+        """Adds a sentence for the statement, unless it is there already."""
+        if text not in self._notes:
+            self._notes.append(text)
+
+    def set_budget(
+        self, target_epsilon: float, delta: float, accountant: str = "rdp"
+    ) -> None:
+        """Sets the budget that further steps keep to."""
+        self.budget = Budget(target_epsilon, delta, accountant)
+
+    def combine(self, other: "Ledger") -> None:
+        """Takes over all that another ledger knows: of an older or newer copy, or of
+        another model whose weights this one holds.
+
+        A phase that both know counts once, with the larger number of steps; one that
+        only the other knows is added. So it can be done twice without harm.
+
+        Args:
+          other: Any ledger; it stays as it is. Its budget is taken where this has none.
+        """
+        known = {phase.identity: i for i, phase in enumerate(self._phases)}
+        added = []
+        for theirs in (phase for phase in other.phases if phase.steps):
+            i = known.get(theirs.identity)
+            if i is None:
+                added.append(theirs)
+            else:
+                mine = self._phases[i]
+                self._phases[i] = dataclasses.replace(
+                    mine,
+                    steps=max(mine.steps, theirs.steps),
+                    epochs_begun=max(mine.epochs_begun, theirs.epochs_begun),
+                )
+        self._phases = added + self._phases  # the open phase stays the last
+        for text in other.notes:
+            self.note(text)
+        self.budget = self.budget or other.budget
+
+    # --- asking ----------------------------------------------------------------------
+
+    def epsilon(
+        self, delta: float, accountant: str = "rdp", assumption: str | None = None
+    ) -> float:
+        """Returns the epsilon of all phases together.
+
+        Args:
+          delta: The delta of the guarantee, in (0, 1).
+          accountant: "rdp" or "pld".
+          assumption: None for the headline, which assumes of the caller's batches what
+            the caller declared, by default nothing; or one of `ASSUMPTIONS` instead.
+
+        Returns:
+          Epsilon, at least 0: 0 before the first step, infinity without noise.
+
+        Raises:
+          ValueError: An argument is out of range, the PLD accountant meets fixed-size
+            batches, or "poisson" is assumed where a train_size is unknown.
+
+        Privacy:
+          Under `relation`: fixed-size batches are accounted under replace-one, and the
+          guarantee of the whole ledger is then stated so.
+        """
+        if assumption is not None and assumption not in ASSUMPTIONS:
+            raise ValueError(
+                f"Unknown assumption {assumption!r}. Use one of {ASSUMPTIONS}."
+            )
+        relation = self.relation
+        releases = [p.release(relation, assumption) for p in self._phases if p.steps]
+        return accounting.compose_epsilon(releases, delta, accountant, relation)
+
+    def max_steps_within(
+        self,
+        target_epsilon: float,
+        delta: float,
+        accountant: str,
+        phase: Phase,
+        limit: int = _NO_LIMIT,
+    ) -> int:
+        """Returns how many more steps of a kind keep epsilon within a target.
+
+        Args:
+          target_epsilon: The epsilon not to exceed, above 0 and finite.
+          delta: The delta of the guarantee, in (0, 1).
+          accountant: "rdp" or "pld".
+          phase: What the further steps are like.
+          limit: The largest answer of interest.
+
+        Returns:
+          0 to `limit`. With once_per_epoch=True epochs cost, not steps: `limit` where
+          one more epoch fits, else 0; ask again before the next epoch.
+
+        Raises:
+          ValueError: As `epsilon`.
+        """
+        relation = _relation([*self._phases, dataclasses.replace(phase, steps=1)])
+        prior = [p.release(relation) for p in self._phases if p.steps]
+        event, _ = phase.release(relation)
+        by_epoch = phase.assumption == "once_per_epoch"
+        steps = accounting.max_steps(
+            prior,
+            event,
+            target_epsilon,
+            delta,
+            accountant,
+            relation,
+            1 if by_epoch else limit,
+        )
+        return limit * steps if by_epoch else steps
+
+    def steps_left(self, limit: int = _NO_LIMIT) -> int:
+        """Returns how many more steps of the open phase the budget allows.
+
+        Args:
+          limit: The answer where there is no budget, and the largest answer of all.
+
+        Returns:
+          0 to `limit`. With once_per_epoch=True, 0 or `limit`: whether the epoch that
+          is on may go on. Ask again after each `begin_epoch`.
+        """
+        if self.budget is None or not self._phases:
+            return limit
+        target, delta, accountant = dataclasses.astuple(self.budget)
+        phase = self._phases[-1]
+        if phase.assumption == "once_per_epoch" and not self._epoch_is_new:
+            # The epoch is paid for, if what was paid is within the target.
+            return limit if self.epsilon(delta, accountant) <= target else 0
+        return self.max_steps_within(target, delta, accountant, phase, limit)
+
+    # --- saving ----------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Returns the ledger as strict JSON, which `from_json` reads."""
+        phases = [dataclasses.asdict(phase) for phase in self._phases]
+        for phase in phases:
+            if phase["l2_norm_clip"] == math.inf:
+                phase["l2_norm_clip"] = "inf"  # JSON has no infinity
+        content = {
+            "version": _VERSION,
+            "phases": phases,
+            "notes": self._notes,
+            "budget": self.budget and dataclasses.asdict(self.budget),
+        }
+        return json.dumps(content, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Ledger":
+        """Returns the ledger that `to_json` wrote.
+
+        Raises:
+          ValueError: The text is no ledger, or one of a version that is not known.
+        """
+        try:
+            content: dict[str, Any] = json.loads(text)
+            version = content.pop("version")
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise ValueError(
+                "This is no privacy ledger. Load a file that keras_dpopt has saved."
+            ) from None
+        if version != _VERSION:
+            raise ValueError(
+                f"The privacy ledger has version {version!r}, and this keras_dpopt "
+                f"reads version {_VERSION}. Use the keras_dpopt that saved it."
+            )
+        try:
+            phases, notes, budget = (
+                content.pop(name) for name in ("phases", "notes", "budget")
+            )
+            if content:
+                raise KeyError(f"unknown: {sorted(content)}")
+            return cls(
+                (Phase(**_with_infinity(fields)) for fields in phases),
+                notes,
+                budget and Budget(**budget),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"The privacy ledger is damaged ({error}). Load an intact copy of the "
+                "file."
+            ) from error
+
+
+def _named(phase: Phase, identity: str) -> Phase:
+    return dataclasses.replace(phase, identity=identity)
+
+
+def _with_infinity(fields: dict[str, Any]) -> dict[str, Any]:
+    infinite = fields["l2_norm_clip"] == "inf"
+    return {**fields, "l2_norm_clip": math.inf} if infinite else fields
+
+
+def _relation(phases: Iterable[Phase]) -> dp_accounting.NeighboringRelation:
+    if any(p.sampling == "fixed_size" and p.steps for p in phases):
+        return accounting.REPLACE_ONE
+    return accounting.ZERO_OUT

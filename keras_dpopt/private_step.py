@@ -1,0 +1,211 @@
+"""One private training step, as the data flows.
+
+logical batch -> record gradients, clipped and summed, microbatch by microbatch
+              -> noise, once -> filter, update rule, weights
+"""
+
+import functools
+
+import keras
+import tensorflow as tf
+
+from keras_dpopt import keras_compat, losses, prng
+from keras_dpopt.engines import GradientEngine, GradientProblem
+from keras_dpopt.queries import Point
+from keras_dpopt.types import ClippedSum, UnsupportedModelError
+
+# Graph operations that write to a variable or a table.
+_WRITES = ("Assign", "ResourceApply", "ResourceScatter", "LookupTableInsert")
+
+
+class PrivateStep:
+    """The training step of a built, compiled private model.
+
+    Args:
+        model: The model; its optimizer is a built `DPOptimizer`.
+        jit_compile: Whether XLA compiles the function of one microbatch. Never more:
+            the number of microbatches changes from step to step, and XLA would compile
+            again for each.
+        run_eagerly: Whether to run without graphs.
+    """
+
+    def __init__(self, model: keras.Model, jit_compile: bool, run_eagerly: bool):
+        self._model = model
+        self._optimizer = model.optimizer
+        self._trainable = list(model.trainable_variables)
+        self._seed_states = keras_compat.seed_states(model)
+        seeds = {id(state) for state in self._seed_states}
+        self._other = [v for v in model.non_trainable_variables if id(v) not in seeds]
+        self._jit_compile = jit_compile
+        self._run_eagerly = run_eagerly
+        # Batches of the epoch that a resumed run had applied already: their steps lie
+        # below this number.
+        self.resume_step = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self.engine: GradientEngine | None = None
+
+    def __call__(self, batch: dict) -> None:
+        """Does the step for a logical batch of `data.py`."""
+        optimizer = self._optimizer
+        due = self._is_due(batch["step"])
+        weights = self._values(self._trainable)
+        points = optimizer.points(weights)
+        regularization, penalty = self._regularization(weights)
+        total = self._sum_of_microbatches(batch, due, points, penalty)
+
+        def update():
+            clip = optimizer.mechanism.l2_norm_clip
+            gradient = optimizer.release(ClippedSum(total, clip))
+            optimizer.apply(gradient, self._trainable, regularization)
+            return tf.constant(True)
+
+        tf.cond(due, update, lambda: tf.constant(False))
+
+    def try_engine(self, engine: GradientEngine, row_specs: dict) -> None:
+        """Runs an engine on two rows of zeros; raises where it cannot serve the model.
+
+        Zeros, not data: the choice of an engine tells nothing about a record.
+        """
+
+        def zeros(spec):
+            shape = [4 if size is None else size for size in spec.shape]
+            return tf.zeros([2, *shape], spec.dtype)
+
+        rows = tf.nest.map_structure(zeros, row_specs)
+        points = self._optimizer.points(self._values(self._trainable))
+        seeds = self._seeds(tf.constant(0, tf.int64), tf.range(2))
+        self._microbatch_sum(engine, points, rows, seeds, tf.constant(2))
+
+    def _is_due(self, step):
+        """Whether this batch is the next release, within the limit."""
+        number = self._optimizer.release_count.value
+        allowed = number < self._optimizer.step_limit.value
+        applied = step < self.resume_step
+        expected = tf.equal(step, number) | tf.logical_not(allowed) | applied
+        check = tf.debugging.Assert(
+            expected, ["A batch was drawn for step", step, "and came at step", number]
+        )
+        with tf.control_dependencies([check] if check is not None else []):
+            return tf.equal(step, number) & allowed & tf.logical_not(applied)
+
+    def _sum_of_microbatches(self, batch, due, points, penalty):
+        rows, count, step = batch["rows"], batch["count"], batch["step"]
+        flat = tf.nest.flatten(rows)
+        size = flat[0].shape[1]
+        # A step that is not due reads no record at all.
+        microbatches = tf.where(due, tf.shape(flat[0])[0], 0)
+        mechanism = self._optimizer.mechanism
+        zero = mechanism.zero_sum(
+            [
+                tf.zeros(spec.shape, tf.float32)
+                for spec in self._optimizer.query.record_specs(points[0].weights)
+            ]
+        )
+
+        def body(j, total):
+            part_rows = tf.nest.map_structure(lambda t: t[j], rows)
+            seeds = self._seeds(step, j * size + tf.range(size))
+            part_count = tf.minimum(count - j * size, size)
+            part, outputs = self._microbatch_sum(
+                self.engine, points, part_rows, seeds, part_count
+            )
+            self._report(part_rows, outputs, part_count, penalty)
+            return j + 1, tf.nest.map_structure(tf.add, total, part)
+
+        _, total = tf.while_loop(
+            lambda j, _: j < microbatches, body, (0, zero), parallel_iterations=1
+        )
+        return total
+
+    def _microbatch_sum(self, engine, points, rows, seeds, count):
+        """The sum of clipped records of one microbatch, in a function of its own.
+
+        It gets every value as an argument, so XLA can compile it, and a function of its
+        own can be searched for writes to raw `tf.Variable`s.
+        """
+        mechanism = self._optimizer.mechanism
+        coefficients = [point.coefficient for point in points]
+        record_loss = losses.RecordLoss(self._model, self._other, self._seed_states)
+
+        def run(point_weights, other, params, rows, seeds, count):
+            problem = GradientProblem(
+                evaluate=lambda w, s, record: record_loss(w, other, s, record),
+                preprocess=functools.partial(mechanism.preprocess_record, params),
+                points=tuple(map(Point, coefficients, point_weights)),
+                loss_scale=self._loss_scale(),
+            )
+            return engine.clipped_sum(problem, rows, seeds, count)
+
+        arguments = (
+            [point.weights for point in points],
+            self._values(self._other),
+            mechanism.sample_params(self._optimizer.mechanism_state()),
+            rows,
+            seeds,
+            count,
+        )
+        if self._run_eagerly:
+            return run(*arguments)
+        run = tf.function(run, autograph=False, jit_compile=self._jit_compile or None)
+        _refuse_writes(run.get_concrete_function(*arguments).graph)
+        return run(*arguments)
+
+    def _loss_scale(self) -> float:
+        # float16 gradients below 6e-8 vanish; 2^10 leaves room above as well.
+        float16 = self._model.compute_dtype == "float16"
+        return 1024.0 if float16 else 1.0
+
+    def _seeds(self, step, positions):
+        """States of all seed generators for the records at these positions."""
+        return tf.stack(
+            [
+                prng.per_record_seeds(self._optimizer.keys.layers, step, positions, i)
+                for i in range(len(self._seed_states))
+            ],
+            axis=1,
+        )
+
+    def _regularization(self, weights):
+        """Gradients of the weight regularizers, and their value: no data in either."""
+        gradients, penalty = [], tf.constant(0.0)
+        for variable, value in zip(self._trainable, weights, strict=True):
+            if variable.regularizer is None:
+                gradients.append(None)
+                continue
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                loss = tf.cast(variable.regularizer(value), tf.float32)
+            gradients.append(tape.gradient(loss, value))
+            penalty += loss
+        return gradients, penalty
+
+    def _report(self, rows, outputs, count, penalty):
+        """Feeds the loss trackers and metrics with the records, without the padding."""
+        take = lambda t: t[:count]  # noqa: E731
+        rows, outputs = tf.nest.map_structure(take, (rows, outputs))
+        flat = tf.nest.flatten(outputs["y_pred"])
+        for index, mask in outputs["masks"].items():
+            keras_compat.set_keras_mask(flat[int(index)], mask)
+        y_pred = tf.nest.pack_sequence_as(outputs["y_pred"], flat)
+        y, sample_weight = rows.get("y"), rows.get("sample_weight")
+        keras_compat.update_loss_trackers(
+            self._model, outputs["loss"] + penalty, y, y_pred, sample_weight
+        )
+        self._model.compute_metrics(rows["x"], y, y_pred, sample_weight=sample_weight)
+
+    def _values(self, variables):
+        return tuple(tf.convert_to_tensor(v.value) for v in variables)
+
+
+def _refuse_writes(graph: tf.Graph) -> None:
+    """Refuses a model that writes to a variable that Keras does not know."""
+    definition = graph.as_graph_def()
+    nodes = list(definition.node)
+    for function in definition.library.function:
+        nodes += list(function.node_def)
+    written = sorted({node.op for node in nodes if node.op.startswith(_WRITES)})
+    if written:
+        raise UnsupportedModelError(
+            f"A layer writes to a tf.Variable or table ({', '.join(written)}), which "
+            "would carry raw data past the clipping and the noise. Remove that state, "
+            "or compute it from public data before training."
+        )

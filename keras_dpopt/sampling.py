@@ -1,0 +1,146 @@
+"""Samplers: which records are in the logical batch of a step.
+
+A sampler is a pure function of (key, step): it has no state of its own, so the draw
+of a step does not depend on prefetching, on the epoch, or on what was drawn before,
+and a resumed run repeats the draws that it replays. The mechanism is accounted for
+the sampler that it names by `kind`.
+
+Both samplers run eagerly and in graphs (tf.data map functions); the number of rows
+that PoissonSampler returns is only known at run time, which XLA does not allow.
+"""
+
+import dataclasses
+from typing import ClassVar, Protocol
+
+import tensorflow as tf
+
+from keras_dpopt import prng, validation
+
+# The sampler's key is its own, so every draw may use the same stream of its step.
+_STREAM = 0
+
+
+class Sampler(Protocol):
+    """What the data path asks of a sampler; see PoissonSampler."""
+
+    kind: ClassVar[str]
+
+    def indices(
+        self, key: prng.IntLike, step: prng.IntLike, train_size: int, batch_size: int
+    ) -> tf.Tensor:
+        """Returns the rows of the step's logical batch, ascending, as int64 [n]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PoissonSampler:
+    """Takes each record independently, with probability batch_size / train_size.
+
+    The batch has a random size with mean `batch_size`; it may be empty.
+
+    Each row i gets a uniform 32-bit word w_i and is taken when
+    w_i < floor(2**32 * batch_size / train_size), in exact integers. (A float32
+    uniform has a resolution of 2**-23 only, which at small probabilities is a large
+    error.)
+
+    Privacy:
+        This is the sampling that the Poisson-subsampled Gaussian analysis assumes
+        (Abadi et al., CCS 2016; Mironov et al., arXiv:1908.10530). Rounding makes
+        the true probability smaller than the accounted q = batch_size / train_size,
+        by less than 2**-32, never larger. At batch_size = train_size every row is
+        taken at every step.
+
+    Example:
+        >>> rows = PoissonSampler().indices(key=1, step=0, train_size=9, batch_size=9)
+        >>> rows.numpy().tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    """
+
+    kind: ClassVar[str] = "poisson"
+
+    def indices(
+        self, key: prng.IntLike, step: prng.IntLike, train_size: int, batch_size: int
+    ) -> tf.Tensor:
+        """Draws the rows of one step.
+
+        Args:
+            key: The sampler key, 64-bit integer or scalar int64 tensor.
+            step: Integer or scalar integer tensor, in [0, 2**43).
+            train_size: Number N of records, a positive Python integer.
+            batch_size: Expected number of rows, a Python integer in [1, N].
+
+        Returns:
+            The rows taken, ascending: int64 [n] with n known at run time only.
+
+        Raises:
+            TypeError: if a size is not an integer.
+            ValueError: if a size is outside its range.
+        """
+        train_size, batch_size = _checked_sizes(train_size, batch_size)
+        if batch_size == train_size:
+            return tf.range(train_size, dtype=tf.int64)
+        threshold = tf.constant((batch_size << 32) // train_size, tf.uint32)
+        bits = prng.random_bits(key, step, _STREAM, [train_size])
+        return tf.reshape(tf.where(bits < threshold), [-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSizeSampler:
+    """Takes exactly batch_size records, uniformly without replacement, each step.
+
+    Every step draws a fresh subset: this is not a shuffled epoch, and a record may
+    be in several batches of one epoch or in none.
+
+    Each row gets a uniform 64-bit word, and the rows with the batch_size largest
+    words are taken. Two equal words, the only source of bias, occur in a step with
+    probability below train_size**2 / 2**65; the lower row then wins.
+
+    Privacy:
+        Accounted as sampling without replacement under the replace-one relation,
+        where exchanging a record moves the clipped sum by up to 2C. That costs much
+        more than Poisson sampling at the same noise; take PoissonSampler unless the
+        batch has to have a fixed size.
+
+    Example:
+        >>> rows = FixedSizeSampler().indices(key=1, step=0, train_size=9, batch_size=4)
+        >>> rows.shape
+        TensorShape([4])
+    """
+
+    kind: ClassVar[str] = "fixed_size"
+
+    def indices(
+        self, key: prng.IntLike, step: prng.IntLike, train_size: int, batch_size: int
+    ) -> tf.Tensor:
+        """Draws the rows of one step.
+
+        Args:
+            key: The sampler key, 64-bit integer or scalar int64 tensor.
+            step: Integer or scalar integer tensor, in [0, 2**43).
+            train_size: Number N of records, a positive Python integer.
+            batch_size: Number of rows, a Python integer in [1, N].
+
+        Returns:
+            The rows taken, ascending and distinct: int64 [batch_size].
+
+        Raises:
+            TypeError: if a size is not an integer.
+            ValueError: if a size is outside its range.
+        """
+        train_size, batch_size = _checked_sizes(train_size, batch_size)
+        bits = prng.random_bits(key, step, _STREAM, [train_size, 2])
+        words = tf.bitcast(bits, tf.int64)
+        rows = tf.math.top_k(words, k=batch_size, sorted=False).indices
+        return tf.sort(tf.cast(rows, tf.int64))
+
+
+def _checked_sizes(train_size: int, batch_size: int) -> tuple[int, int]:
+    """Returns both sizes as Python integers, or raises."""
+    train_size = validation.check_positive_integer("train_size", train_size)
+    batch_size = validation.check_positive_integer("batch_size", batch_size)
+    if batch_size > train_size:
+        raise ValueError(
+            f"`batch_size` must be at most the number of training records, not "
+            f"{batch_size} of {train_size}. Choose a smaller batch_size or train on "
+            "more data."
+        )
+    return train_size, batch_size

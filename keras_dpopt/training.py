@@ -1,0 +1,391 @@
+"""The private training of a Keras model: compile, fit, train_on_batch, statement.
+
+`PrivateTraining` comes before a Keras model class among the bases: its `train_step`
+replaces Keras', and everything else stays Keras' own.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_dpopt import arguments, data, keras_compat, sources, statement
+from keras_dpopt.dp_optimizer import DPOptimizer
+from keras_dpopt.engines import select
+from keras_dpopt.fit_run import FitRun
+from keras_dpopt.model_ledger import ModelLedger
+from keras_dpopt.private_step import PrivateStep
+
+# Memory that the record gradients of one microbatch may take where the user leaves
+# `microbatch_size` to us, and the size above which more records gain no speed.
+_MICROBATCH_BYTES = 2**28
+_LARGEST_MICROBATCH = 128
+
+
+class PrivateTraining:
+    """Makes a Keras model train with differential privacy, and in no other way."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.privacy_ledger = ModelLedger(self)
+        self.private_step = None
+        self.fit_run = None
+
+    # --- compile ---------------------------------------------------------------------
+
+    def compile(
+        self,
+        optimizer=None,
+        loss=None,
+        loss_weights=None,
+        metrics=None,
+        weighted_metrics=None,
+        run_eagerly=False,
+        steps_per_execution=1,
+        jit_compile="auto",
+        auto_scale_loss=False,
+    ):
+        """Configures the model for private training.
+
+        Args:
+            optimizer: A private optimizer of `keras_dpopt`; there is no default.
+            loss: As in Keras.
+            loss_weights: As in Keras.
+            metrics: As in Keras. Their values on training data are not private.
+            weighted_metrics: As in Keras.
+            run_eagerly: As in Keras.
+            steps_per_execution: As in Keras.
+            jit_compile: `True` lets XLA compile the gradient of one microbatch. "auto"
+                does not: on a CPU, XLA makes per-example convolutions much slower.
+            auto_scale_loss: Ignored: the training step scales float16 losses itself,
+                and undoes it before the clip.
+
+        Raises:
+            ValueError: if `optimizer` is not a private optimizer, or `jit_compile` is
+                asked of one that cannot.
+        """
+        del auto_scale_loss
+        _check_optimizer(optimizer)
+        if jit_compile is True and not optimizer.mechanism.supports_jit:
+            raise ValueError(
+                "A dp_sum_query draws its own noise and cannot run under XLA. Leave "
+                "jit_compile out, or give l2_norm_clip and noise_multiplier."
+            )
+        self.privacy_ledger.close_phase()
+        super().compile(
+            optimizer=optimizer,
+            loss=loss,
+            loss_weights=loss_weights,
+            metrics=metrics,
+            weighted_metrics=weighted_metrics,
+            run_eagerly=run_eagerly,
+            steps_per_execution=steps_per_execution,
+            jit_compile=jit_compile,
+            auto_scale_loss=False,
+        )
+        self._jit_microbatch = jit_compile is True and not run_eagerly
+        self.private_step = None
+
+    def get_compile_config(self):
+        """Returns the configuration of `compile`."""
+        config = super().get_compile_config()
+        if config:
+            config["jit_compile"] = self._jit_microbatch or "auto"
+        return config
+
+    def compile_from_config(self, config):
+        """Compiles from a saved configuration; Keras skips this for custom models."""
+        self.compile(**keras.saving.deserialize_keras_object(config))
+        if self.built:
+            self.optimizer.build(self.trainable_variables)
+
+    # --- fit -------------------------------------------------------------------------
+
+    def fit(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        epochs=1,
+        verbose="auto",
+        callbacks=None,
+        validation_split=0.0,
+        validation_data=None,
+        shuffle=True,
+        class_weight=None,
+        sample_weight=None,
+        initial_epoch=0,
+        steps_per_epoch=None,
+        validation_steps=None,
+        validation_batch_size=None,
+        validation_freq=1,
+        *,
+        sampler=None,
+        once_per_epoch=False,
+        assume=None,
+        train_size=None,
+        acknowledge_training_metrics=False,
+    ):
+        """Trains the model privately; the arguments up to `validation_freq` are Keras'.
+
+        With arrays, each step draws a Poisson batch: every row is in it independently
+        with probability batch_size / N. An epoch is ceil(N / batch_size) steps.
+
+        Args:
+            x: Arrays; or a data set that the caller batched (`tf.data.Dataset`,
+                `PyDataset`, generator).
+            y: Targets, with arrays.
+            batch_size: Expected size of a batch, with arrays. May be left out if the
+                optimizer has an `expected_batch_size`.
+            epochs: As in Keras.
+            verbose: As in Keras.
+            callbacks: As in Keras; with `keras_dpopt.PrivacyBudget` among them the
+                training ends before the budget is exceeded.
+            validation_split: As in Keras. These rows are not trained on and not
+                protected.
+            validation_data: As in Keras. Not protected.
+            shuffle: Must be `True` with arrays, because batches are drawn at random.
+            class_weight: As in Keras; multiplies a record's loss before the clip.
+            sample_weight: As in Keras; multiplies a record's loss before the clip.
+            initial_epoch: As in Keras.
+            steps_per_epoch: As in Keras.
+            validation_steps: As in Keras.
+            validation_batch_size: As in Keras.
+            validation_freq: As in Keras.
+            sampler: `PoissonSampler()` (default) or `FixedSizeSampler()`, with arrays.
+            once_per_epoch: With a data set: the caller's word that no record is in two
+                batches of an epoch.
+            assume: With a data set: "poisson" is the caller's word that its batches are
+                Poisson samples of `train_size` records.
+            train_size: With a data set: number N of its records.
+            acknowledge_training_metrics: Allows callbacks that decide on a metric of
+                the training data; the statement lists them.
+
+        Returns:
+            Keras' `History`.
+
+        Raises:
+            ValueError: if an argument would void the guarantee.
+            RuntimeError: if the privacy budget is spent.
+        """
+        self._check_ready()
+        notes = arguments.check_training_metric_callbacks(
+            callbacks, acknowledge_training_metrics
+        )
+        optimizer, preprocess = self.optimizer, self._preprocess()
+        if keras_compat.is_data_set(x):
+            arguments.refuse(
+                "a data set",
+                y=y,
+                sample_weight=sample_weight,
+                batch_size=batch_size,
+                validation_split=validation_split,
+                sampler=sampler,
+            )
+            arguments.check_assumptions(
+                assume, train_size, once_per_epoch, steps_per_epoch
+            )
+            optimizer.resolve_batch_size(None)
+            source = sources.given(
+                optimizer,
+                x,
+                class_weight,
+                once_per_epoch,
+                assume,
+                train_size,
+                preprocess,
+            )
+        else:
+            arguments.refuse(
+                "arrays",
+                shuffle=not shuffle,
+                once_per_epoch=once_per_epoch,
+                assume=assume,
+                train_size=train_size,
+            )
+            if validation_split and validation_data is None:
+                (x, y, sample_weight), validation_data = (
+                    keras_compat.train_validation_split(
+                        (x, y, sample_weight), validation_split
+                    )
+                )
+                notes.append(
+                    f"validation_split={validation_split} held rows back; they are not "
+                    "protected."
+                )
+            optimizer.resolve_batch_size(batch_size)
+            rows = data.rows_in_memory(
+                x, y, sample_weight, class_weight, preprocess is not None
+            )
+            source = sources.drawn(
+                optimizer, rows, sampler, steps_per_epoch, preprocess
+            )
+            steps_per_epoch = None  # the data set of an epoch has as many batches
+        size = self._prepare(source.batches.element_spec["rows"])
+        if preprocess is not None and validation_data is not None:
+            validation_data = data.preprocessed_batches(
+                validation_data, validation_batch_size or 32, preprocess
+            )
+            validation_batch_size = None
+        batches = source.batches.map(lambda batch: data.in_microbatches(batch, size))
+        for note in notes:
+            self.privacy_ledger.ledger.note(note)
+        self.privacy_ledger.begin_phase(source.phase, optimizer)
+        self.fit_run = FitRun(source)
+        try:
+            return super().fit(
+                batches.prefetch(2),
+                epochs=epochs,
+                verbose=verbose,
+                callbacks=self.fit_run.before(callbacks),
+                validation_data=validation_data,
+                shuffle=False,
+                initial_epoch=initial_epoch,
+                steps_per_epoch=steps_per_epoch,
+                validation_steps=validation_steps,
+                validation_batch_size=validation_batch_size or batch_size,
+                validation_freq=validation_freq,
+            )
+        finally:
+            self.fit_run = None
+            self.privacy_ledger.close_phase()
+            self.privacy_ledger.remember_weights()
+
+    def train_on_batch(
+        self, x, y=None, sample_weight=None, class_weight=None, return_dict=False
+    ):
+        """Makes one private step on a batch that the caller chose.
+
+        Nothing is assumed of how it was chosen: the ledger records a step in which
+        every record may be. Arguments and result are Keras'.
+
+        Raises:
+            ValueError: if the optimizer has no `expected_batch_size`.
+            RuntimeError: if the privacy budget is spent.
+        """
+        self._check_ready()
+        optimizer, ledger = self.optimizer, self.privacy_ledger
+        optimizer.resolve_batch_size(None)
+        batch = data.single_batch(x, y, sample_weight, class_weight, self._preprocess())
+        spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batch["rows"])
+        size = self._prepare(
+            tf.nest.map_structure(
+                lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), spec
+            )
+        )
+        ledger.begin_phase(sources.single(optimizer), optimizer)
+        batch["step"] = tf.constant(optimizer.releases(), tf.int64)
+        self.make_train_function()
+        self.reset_metrics()
+        try:
+            logs = self.train_function(iter([data.in_microbatches(batch, size)]))
+        finally:
+            ledger.close_phase()
+            ledger.remember_weights()
+        logs = keras_compat.pythonify_logs(logs)
+        return logs if return_dict else self._flatten_metrics_in_order(logs)
+
+    # --- Keras' hooks ----------------------------------------------------------------
+
+    def train_step(self, data):
+        """Does one private step (see `private_step.py`); Keras calls it."""
+        _check_optimizer(self.optimizer)
+        if self.private_step is None or not isinstance(data, dict):
+            raise RuntimeError(
+                "train_step of a private model takes batches that `fit` has prepared. "
+                "Call `fit` or `train_on_batch`."
+            )
+        self.private_step(data)
+        return self.get_metrics_result()
+
+    def make_train_function(self, force=False):
+        """Makes Keras' train function without XLA around the whole step.
+
+        XLA would compile again for each number of microbatches; the function of one
+        microbatch is compiled instead.
+        """
+        jit_compile, self.jit_compile = self.jit_compile, False
+        try:
+            return super().make_train_function(force)
+        finally:
+            self.jit_compile = jit_compile
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        # Keras would take a batch out of the iterator to build what `fit` has built.
+        if self.fit_run is None:
+            super()._maybe_symbolic_build(iterator, data_batch)
+
+    def _preprocess(self):
+        """The preprocessing function of a model that brings one, or `None`."""
+        return None
+
+    def _prepare(self, row_specs) -> int:
+        """Builds what is not built yet; returns the microbatch size.
+
+        Raises:
+            ValueError: if the trainable variables changed since the optimizer was
+                built.
+            UnsupportedModelError: if a layer writes batch data into its state.
+        """
+        keras_compat.build_for(self, row_specs)
+        known = keras_compat.optimizer_variables_of(self.optimizer)
+        if [id(v) for v in known] != [id(v) for v in self.trainable_variables]:
+            raise ValueError(
+                "The model's trainable variables are not those that the optimizer was "
+                "built for. Compile the model again, with a new optimizer."
+            )
+        if self.private_step is None:
+            step = PrivateStep(self, self._jit_microbatch, self.run_eagerly)
+            specs = tf.nest.map_structure(
+                lambda s: tf.TensorSpec(s.shape[1:], s.dtype), row_specs
+            )
+            step.engine = select(
+                self.optimizer.gradient_engine,
+                lambda engine: step.try_engine(engine, specs),
+                self.name,
+            )
+            self.private_step = step
+        return self.optimizer.microbatch_size or _microbatch_size(
+            self.count_params(), self.optimizer.expected_batch_size
+        )
+
+    def _check_ready(self):
+        if not self.compiled:
+            raise ValueError(
+                "The model is not compiled. Call `compile(optimizer=..., loss=...)` "
+                "with a private optimizer first."
+            )
+        _check_optimizer(self.optimizer)
+
+    # --- privacy ---------------------------------------------------------------------
+
+    def privacy_statement(self, delta: float, accountant: str = "rdp"):
+        """Returns the `PrivacyStatement` of all that has been trained so far.
+
+        Args:
+            delta: In (0, 1), well below 1/N.
+            accountant: "rdp" or "pld".
+
+        Returns:
+            A `PrivacyStatement`: print it, read its attributes, or `to_json()`.
+        """
+        return statement.privacy_statement(
+            self.privacy_ledger.sync(), delta, accountant
+        )
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, DPOptimizer):
+        return
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+    raise ValueError(
+        f"A private model trains with a private optimizer only, got {name!r}, which "
+        "neither clips nor noises. Compile with, say, "
+        "`keras_dpopt.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.1)`."
+    )
+
+
+def _microbatch_size(parameters: int, batch_size: int) -> int:
+    """Records a microbatch may hold: by memory, and not far above a small batch."""
+    by_memory = max(1, _MICROBATCH_BYTES // (4 * max(1, parameters)))
+    return min(by_memory, _LARGEST_MICROBATCH, max(1, batch_size))

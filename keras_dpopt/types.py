@@ -1,0 +1,68 @@
+"""The types that mark the privacy line of one training step.
+
+Above the line a value depends on single records; below it, everything is
+post-processing of a Gaussian release. A `ClippedSum` is above the line and never
+leaves the step. A `PrivatizedGradient` is below it, and only a mechanism can make one.
+"""
+
+import dataclasses
+from typing import Any
+
+# Only `mechanisms.py` passes this object on. A flag could be left open by an exception
+# in the middle of a trace; a value that must be at hand to construct the type cannot.
+MECHANISM_TOKEN = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedSum:
+    """Sum over the records of a logical batch of their clipped records.
+
+    Attributes:
+        values: Structure of tensors, the sums; for a Gaussian mechanism a tuple in the
+            order of the record.
+        sensitivity: L2 sensitivity of `values`, all tensors jointly, to the removal of
+            one record, or `None` where a foreign query keeps it to itself.
+    """
+
+    values: Any
+    sensitivity: Any
+
+
+class PrivatizedGradient:
+    """The noised sum of clipped records divided by the expected batch size.
+
+    Attributes:
+        values: Tuple of float32 tensors in the order of the record.
+        noise_stddev: Scalar, the standard deviation of the noise in each coordinate of
+            `values` (on the mean, not on the sum) at this very step: sigma*C/B of
+            SPEC (0.1). `None` where a foreign query does not tell it.
+    """
+
+    __slots__ = ("noise_stddev", "values")
+
+    def __init__(self, values, noise_stddev, *, token: object = None):
+        if token is not MECHANISM_TOKEN:
+            raise TypeError(
+                "A PrivatizedGradient is made by a mechanism alone, because its "
+                "values must have been clipped and noised. Train with `fit` or "
+                "`train_on_batch` of a `keras_dpopt.DPModel`."
+            )
+        self.values = tuple(values)
+        self.noise_stddev = noise_stddev
+
+
+@dataclasses.dataclass(frozen=True)
+class FilterOutput:
+    """What a temporal filter hands to the update rule for one variable.
+
+    Attributes:
+        filtered: The filtered gradient.
+        raw: The filter's input, for rules whose second moment is of the raw gradient.
+    """
+
+    filtered: Any
+    raw: Any
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be trained privately as it is; says what to change."""
