@@ -61,18 +61,18 @@ def steps_per_epoch(train_size: int, batch_size: int) -> int:
     """Returns the number of steps of one epoch, ceil(N / b).
 
     Args:
-      train_size: N, the number of training examples, at least 1.
-      batch_size: b, the expected batch size, 1 to N.
+        train_size: N, the number of training examples, at least 1.
+        batch_size: b, the expected batch size, 1 to N.
 
     Returns:
-      The number of steps, at least 1.
+        The number of steps, at least 1.
 
     Raises:
-      ValueError: The batch is larger than the training set, or one is not positive.
+        ValueError: The batch is larger than the training set, or one is not positive.
 
     Example:
-      >>> steps_per_epoch(60000, 256)
-      235
+        >>> steps_per_epoch(60000, 256)
+        235
     """
     train_size, batch_size = check_sizes(train_size, batch_size)
     return -(-train_size // batch_size)
@@ -85,19 +85,19 @@ def training_steps(train_size: int, batch_size: int, epochs: int) -> int:
     `epsilon` and the command line all ask it.
 
     Args:
-      train_size: N, the number of training examples, at least 1.
-      batch_size: b, the expected batch size, 1 to N.
-      epochs: The number of epochs, at least 1.
+        train_size: N, the number of training examples, at least 1.
+        batch_size: b, the expected batch size, 1 to N.
+        epochs: The number of epochs, at least 1.
 
     Returns:
-      The number of steps, at least 1.
+        The number of steps, at least 1.
 
     Raises:
-      ValueError: The batch is larger than the training set, or one is not positive.
+        ValueError: The batch is larger than the training set, or one is not positive.
 
     Example:
-      >>> training_steps(60000, 256, epochs=10)
-      2350
+        >>> training_steps(60000, 256, epochs=10)
+        2350
     """
     epochs = validation.check_positive_integer("epochs", epochs)
     return epochs * steps_per_epoch(train_size, batch_size)
@@ -118,28 +118,28 @@ def epsilon(
     with sampling probability q = b / N (Mironov et al., arXiv:1908.10530).
 
     Args:
-      noise_multiplier: sigma, the noise's standard deviation on the sum of clipped
-        gradients, in units of the clipping norm; 0 gives infinity.
-      delta: The delta of the guarantee, in (0, 1); well below 1 / N.
-      train_size: N, the number of training examples, at least 1.
-      batch_size: b, the expected batch size, 1 to N.
-      epochs: The number of epochs, at least 1.
-      accountant: "rdp" (as TF Privacy's default) or "pld" (tighter, slower).
+        noise_multiplier: sigma, the noise's standard deviation on the sum of clipped
+            gradients, in units of the clipping norm; 0 gives infinity.
+        delta: The delta of the guarantee, in (0, 1); well below 1 / N.
+        train_size: N, the number of training examples, at least 1.
+        batch_size: b, the expected batch size, 1 to N.
+        epochs: The number of epochs, at least 1.
+        accountant: "rdp" (as TF Privacy's default) or "pld" (tighter, slower).
 
     Returns:
-      Epsilon, at least 0; infinity without noise.
+        Epsilon, at least 0; infinity without noise.
 
     Raises:
-      ValueError: An argument is out of its range.
+        ValueError: An argument is out of its range.
 
     Privacy:
-      Holds for batches drawn by Poisson sampling, as `fit` on arrays draws them. For
-      batches made in another way it is not a guarantee.
+        Holds for batches drawn by Poisson sampling, as `fit` on arrays draws them. For
+        batches made in another way it is not a guarantee.
 
     Example:
-      >>> round(epsilon(noise_multiplier=1.1, delta=1e-5, train_size=60000,
-      ...               batch_size=256, epochs=10), 4)
-      1.0997
+        >>> round(epsilon(noise_multiplier=1.1, delta=1e-5, train_size=60000,
+        ...               batch_size=256, epochs=10), 4)
+        1.0997
     """
     delta = validation.check_delta(delta)
     steps = training_steps(train_size, batch_size, epochs)
@@ -163,28 +163,28 @@ def noise_multiplier(
     between 99.999 % and 100 % of the target.
 
     Args:
-      target_epsilon: The epsilon that the fit may spend, above 0 and finite.
-      delta: The delta of the guarantee, in (0, 1); well below 1 / N.
-      train_size: N, the number of training examples, at least 1.
-      batch_size: b, the expected batch size, 1 to N.
-      epochs: The number of epochs, at least 1.
-      accountant: "rdp" (as TF Privacy's default) or "pld" (tighter, slower).
+        target_epsilon: The epsilon that the fit may spend, above 0 and finite.
+        delta: The delta of the guarantee, in (0, 1); well below 1 / N.
+        train_size: N, the number of training examples, at least 1.
+        batch_size: b, the expected batch size, 1 to N.
+        epochs: The number of epochs, at least 1.
+        accountant: "rdp" (as TF Privacy's default) or "pld" (tighter, slower).
 
     Returns:
-      sigma, the noise's standard deviation over the clipping norm, above 0.
+        sigma, the noise's standard deviation over the clipping norm, above 0.
 
     Raises:
-      ValueError: An argument is out of its range, or the accountant cannot resolve
-        an epsilon as small as the target.
+        ValueError: An argument is out of its range, or the accountant cannot resolve an
+            epsilon as small as the target.
 
     Privacy:
-      As `epsilon`: for batches drawn by Poisson sampling.
+        As `epsilon`: for batches drawn by Poisson sampling.
 
     Example:
-      >>> sigma = noise_multiplier(target_epsilon=3.0, delta=1e-5, train_size=60000,
-      ...                          batch_size=256, epochs=10)
-      >>> round(sigma, 3)
-      0.742
+        >>> sigma = noise_multiplier(target_epsilon=3.0, delta=1e-5, train_size=60000,
+        ...                          batch_size=256, epochs=10)
+        >>> round(sigma, 3)
+        0.742
     """
     target = validation.check_positive("target_epsilon", target_epsilon)
     delta = validation.check_delta(delta)

@@ -41,6 +41,9 @@ _PLD_GRID = 1e-4
 _PLD_MAX_STEPS = 10**6
 _PLD_MAX_EPSILON = 1e7
 _PLD_NOISE_LIMIT = 1e6
+# It drops tails of mass 1e-15, and its convolutions round at 1e-16 an entry: with a
+# delta near those it answers infinity, or a number that hangs on the rounding.
+_PLD_LEAST_DELTA = 1e-12
 
 
 def check_accountant(accountant: str) -> str:
@@ -66,29 +69,29 @@ def compose_epsilon(
     Kamath & Steinke, arXiv:2004.00010, proposition 12).
 
     "pld": the privacy loss distributions convolved on dp_accounting's grid. RDP
-    bounds the same quantity, so the smaller of both is returned. That is RDP's where
-    PLD truncates its tail (a delta below about 1e-15), cannot resolve a step's loss,
-    or would take minutes (over a million Poisson steps, or an epsilon above 1e7).
+    bounds the same quantity, so the smaller of both is returned. RDP's is returned
+    alone where PLD is not to be trusted (a delta below 1e-12) or would take minutes
+    (over a million Poisson steps, or an epsilon above 1e7).
 
     Args:
-      releases: Pairs of an event made by the functions of dp_events.py and the number
-        of its releases, at least 0. Equal events are counted together.
-      delta: The delta of the guarantee, in (0, 1).
-      accountant: "rdp" or "pld".
-      neighboring_relation: `ZERO_OUT` or `REPLACE_ONE`; Poisson events need the
-        first, fixed-size events the second.
+        releases: Pairs of an event made by the functions of dp_events.py and the number
+            of its releases, at least 0. Equal events are counted together.
+        delta: The delta of the guarantee, in (0, 1).
+        accountant: "rdp" or "pld".
+        neighboring_relation: `ZERO_OUT` or `REPLACE_ONE`; Poisson events need the
+            first, fixed-size events the second.
 
     Returns:
-      Epsilon, at least 0: 0 without any release, infinity without noise.
+        Epsilon, at least 0: 0 without any release, infinity without noise.
 
     Raises:
-      ValueError: `delta` is out of range, the accountant is unknown, or it cannot
-        account for an event under this relation.
+        ValueError: `delta` is out of range, the accountant is unknown, or it cannot
+            account for an event under this relation.
 
     Example:
-      >>> event = dp_accounting.GaussianDpEvent(10.0)
-      >>> round(compose_epsilon([(event, 3), (event, 1)], delta=1e-5), 4)
-      0.7806
+        >>> event = dp_accounting.GaussianDpEvent(10.0)
+        >>> round(compose_epsilon([(event, 3), (event, 1)], delta=1e-5), 4)
+        0.7945
     """
     delta = validation.check_delta(delta)
     check_accountant(accountant)
@@ -121,25 +124,25 @@ def max_steps(
     """Returns how many more releases of `event` keep epsilon within the target.
 
     Args:
-      prior_releases: What was released already, as `compose_epsilon`.
-      event: The event of one more release.
-      target_epsilon: The epsilon not to exceed, above 0 and finite.
-      delta: The delta of the guarantee, in (0, 1).
-      accountant: "rdp" or "pld".
-      neighboring_relation: As `compose_epsilon`.
-      limit: The largest answer of interest, at least 0.
+        prior_releases: What was released already, as `compose_epsilon`.
+        event: The event of one more release.
+        target_epsilon: The epsilon not to exceed, above 0 and finite.
+        delta: The delta of the guarantee, in (0, 1).
+        accountant: "rdp" or "pld".
+        neighboring_relation: As `compose_epsilon`.
+        limit: The largest answer of interest, at least 0.
 
     Returns:
-      The largest n, 0 to `limit`, with epsilon(prior, n times event) <= target; 0
-      when not even one more fits, or the target is exceeded already.
+        The largest n, 0 to `limit`, with epsilon(prior, n times event) <= target; 0
+        when not even one more fits, or the target is exceeded already.
 
     Raises:
-      ValueError: As `compose_epsilon`.
+        ValueError: As `compose_epsilon`.
 
     Example:
-      >>> event = dp_accounting.GaussianDpEvent(10.0)
-      >>> max_steps([(event, 3)], event, target_epsilon=0.79, delta=1e-5)
-      1
+        >>> event = dp_accounting.GaussianDpEvent(10.0)
+        >>> max_steps([(event, 3)], event, target_epsilon=0.8, delta=1e-5)
+        1
     """
     target = validation.check_positive("target_epsilon", target_epsilon)
 
@@ -231,7 +234,7 @@ def _rdp(
 def _pld_epsilon(
     counts: dict[dp_accounting.DpEvent, int], delta: float, by_rdp: float
 ) -> float:
-    """Returns PLD's epsilon, or infinity where it would take minutes."""
+    """Returns PLD's epsilon, or infinity where it cannot give one."""
     least_noise, sampled_steps = math.inf, 0
     for event, count in counts.items():
         match event:
@@ -245,7 +248,11 @@ def _pld_epsilon(
                     f"The PLD accountant cannot account for {event!r}. Use "
                     "accountant='rdp' with fixed-size sampling, or sample by Poisson."
                 )
-    if by_rdp > _PLD_MAX_EPSILON or sampled_steps > _PLD_MAX_STEPS:
+    if (
+        delta < _PLD_LEAST_DELTA
+        or by_rdp > _PLD_MAX_EPSILON
+        or sampled_steps > _PLD_MAX_STEPS
+    ):
         return math.inf
     # A loss spans about 1/(2 sigma^2) in one step and epsilon in all of them. Where
     # that is large, a coarser grid (in tenfold steps, so that the cache is of use)

@@ -24,15 +24,15 @@ def check_sizes(train_size: int, batch_size: int) -> tuple[int, int]:
     """Returns both sizes as ints, or raises when they do not fit together.
 
     Args:
-      train_size: N, the number of training examples, at least 1.
-      batch_size: b, the expected batch size, 1 to N.
+        train_size: N, the number of training examples, at least 1.
+        batch_size: b, the expected batch size, 1 to N.
 
     Returns:
-      The pair (N, b).
+        The pair (N, b).
 
     Raises:
-      ValueError: One is below 1, or the batch is larger than the training set.
-      TypeError: One is not a whole number.
+        ValueError: One is below 1, or the batch is larger than the training set.
+        TypeError: One is not a whole number.
     """
     train_size = validation.check_positive_integer("train_size", train_size)
     batch_size = validation.check_positive_integer("batch_size", batch_size)
@@ -53,17 +53,17 @@ def effective_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
     rescaled vector (McMahan et al., arXiv:1812.06210, section 3).
 
     Args:
-      noise_multipliers: One value per Gaussian, each finite and at least 0.
+        noise_multipliers: One value per Gaussian, each finite and at least 0.
 
     Returns:
-      The effective noise multiplier; 0 when any is 0.
+        The effective noise multiplier; 0 when any is 0.
 
     Raises:
-      ValueError: There is none, or one is negative or not finite.
+        ValueError: There is none, or one is negative or not finite.
 
     Example:
-      >>> round(effective_noise_multiplier((1.25, 2.0)), 4)
-      1.06
+        >>> round(effective_noise_multiplier((1.25, 2.0)), 4)
+        1.06
     """
     values = [
         validation.check_non_negative("noise_multiplier", v) for v in noise_multipliers
@@ -84,22 +84,22 @@ def noise_multipliers_of_event(event: dp_accounting.DpEvent) -> tuple[float, ...
     """Returns the noise multipliers of what a TF Privacy query says it released.
 
     Args:
-      event: A GaussianDpEvent, or a ComposedDpEvent or SelfComposedDpEvent of such
-        (as QuantileAdaptiveClipSumQuery returns). A NonPrivateDpEvent counts as a
-        Gaussian without noise. Its numbers must be concrete: read it eagerly.
+        event: A GaussianDpEvent, or a ComposedDpEvent or SelfComposedDpEvent of such
+            (as QuantileAdaptiveClipSumQuery returns). A NonPrivateDpEvent counts as a
+            Gaussian without noise. Its numbers must be concrete: read it eagerly.
 
     Returns:
-      One noise multiplier per Gaussian event, in order. k repetitions of sigma count
-      as one Gaussian of sigma / sqrt(k), which is the same release.
+        One noise multiplier per Gaussian event, in order. k repetitions of sigma count
+        as one Gaussian of sigma / sqrt(k), which is the same release.
 
     Raises:
-      ValueError: The event holds anything else.
+        ValueError: The event holds anything else.
 
     Example:
-      >>> gaussian = dp_accounting.GaussianDpEvent
-      >>> noise_multipliers_of_event(
-      ...     dp_accounting.ComposedDpEvent([gaussian(1.5), gaussian(20.0)]))
-      (1.5, 20.0)
+        >>> gaussian = dp_accounting.GaussianDpEvent
+        >>> noise_multipliers_of_event(
+        ...     dp_accounting.ComposedDpEvent([gaussian(1.5), gaussian(20.0)]))
+        (1.5, 20.0)
     """
     match event:
         case dp_accounting.GaussianDpEvent(noise_multiplier=sigma):
@@ -130,15 +130,15 @@ def poisson_event(
     """Returns the event of one release on a Poisson batch, under zero-out.
 
     Args:
-      noise_multipliers: As `effective_noise_multiplier`.
-      train_size: N, the number of training examples, at least 1.
-      batch_size: The expected batch size, 1 to N; q = batch_size / N.
+        noise_multipliers: As `effective_noise_multiplier`.
+        train_size: N, the number of training examples, at least 1.
+        batch_size: The expected batch size, 1 to N; q = batch_size / N.
 
     Returns:
-      A PoissonSampledDpEvent, or at q = 1 the GaussianDpEvent that it then is.
+        A PoissonSampledDpEvent, or at q = 1 the GaussianDpEvent that it then is.
 
     Raises:
-      ValueError: An argument is out of its range.
+        ValueError: An argument is out of its range.
     """
     train_size, batch_size = check_sizes(train_size, batch_size)
     gaussian = unsampled_event(noise_multipliers)
@@ -153,16 +153,17 @@ def fixed_size_event(
     """Returns the event of one release on a batch drawn without replacement.
 
     Args:
-      noise_multipliers: As `effective_noise_multiplier`, in units of the clipping norm.
-      train_size: N, the number of training examples, at least 1.
-      batch_size: The exact batch size, 1 to N.
+        noise_multipliers: As `effective_noise_multiplier`, in units of the clipping
+            norm.
+        train_size: N, the number of training examples, at least 1.
+        batch_size: The exact batch size, 1 to N.
 
     Returns:
-      A SampledWithoutReplacementDpEvent, which is accounted under replace-one. Its
-      noise multiplier is in units of the sensitivity 2C, hence sigma / 2.
+        A SampledWithoutReplacementDpEvent, which is accounted under replace-one. Its
+        noise multiplier is in units of the sensitivity 2C, hence sigma / 2.
 
     Raises:
-      ValueError: An argument is out of its range.
+        ValueError: An argument is out of its range.
     """
     train_size, batch_size = check_sizes(train_size, batch_size)
     gaussian = unsampled_event(noise_multipliers, REPLACE_ONE)
@@ -182,19 +183,20 @@ def unsampled_event(
     2C), and divergences are quasi-convex, so not knowing the draw makes none larger.
 
     Args:
-      noise_multipliers: As `effective_noise_multiplier`, in units of the clipping norm.
-      relation: `ZERO_OUT` (sensitivity C) or `REPLACE_ONE` (sensitivity 2C, hence
-        half the noise multiplier).
+        noise_multipliers: As `effective_noise_multiplier`, in units of the clipping
+            norm.
+        relation: `ZERO_OUT` (sensitivity C) or `REPLACE_ONE` (sensitivity 2C, hence
+            half the noise multiplier).
 
     Returns:
-      A GaussianDpEvent.
+        A GaussianDpEvent.
 
     Raises:
-      ValueError: A noise multiplier is out of its range.
+        ValueError: A noise multiplier is out of its range.
 
     Example:
-      >>> unsampled_event((1.0,), REPLACE_ONE)
-      GaussianDpEvent(noise_multiplier=0.5)
+        >>> unsampled_event((1.0,), REPLACE_ONE)
+        GaussianDpEvent(noise_multiplier=0.5)
     """
     sigma = effective_noise_multiplier(noise_multipliers)
     return dp_accounting.GaussianDpEvent(

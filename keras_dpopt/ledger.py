@@ -29,9 +29,9 @@ class Budget:
     """An epsilon that the model may reach in all, at one delta.
 
     Attributes:
-      target_epsilon: Above 0 and finite.
-      delta: In (0, 1).
-      accountant: "rdp" or "pld".
+        target_epsilon: Above 0 and finite.
+        delta: In (0, 1).
+        accountant: "rdp" or "pld".
     """
 
     target_epsilon: float
@@ -48,16 +48,16 @@ class Ledger:
     """All phases of a model, with notes for the statement and an optional budget.
 
     Args:
-      phases: The phases; those without an identity get one.
-      notes: Sentences that the statement prints.
-      budget: The budget that further steps keep to, or None.
+        phases: The phases; those without an identity get one.
+        notes: Sentences that the statement prints.
+        budget: The budget that further steps keep to, or None.
 
     Example:
-      >>> ledger = Ledger()
-      >>> ledger.begin(Phase("DPSGD", "poisson", (1.1,), 1.0, 256, train_size=60000))
-      >>> ledger.set_steps(2350)
-      >>> round(ledger.epsilon(delta=1e-5), 4)
-      1.0997
+        >>> ledger = Ledger()
+        >>> ledger.begin(Phase("DPSGD", "poisson", (1.1,), 1.0, 256, train_size=60000))
+        >>> ledger.set_steps(2350)
+        >>> round(ledger.epsilon(delta=1e-5), 4)
+        1.0997
     """
 
     def __init__(
@@ -104,9 +104,10 @@ class Ledger:
         """Opens a phase, which goes on with an earlier one of the same kind.
 
         Args:
-          phase: What the coming steps are like; without steps.
-          resume: Go on even with a phase that was read from a file. Only right where
-            the process that wrote the file is gone for good, as after an interruption.
+            phase: What the coming steps are like; without steps.
+            resume: Go on even with a phase that was read from a file. Only right where
+                the process that wrote the file is gone for good, as after an
+                interruption.
         """
         if phase.steps or phase.epochs_begun:
             raise ValueError(
@@ -134,11 +135,11 @@ class Ledger:
         """Sets the number of steps of the open phase.
 
         Args:
-          steps: All its steps, at least as many as it has.
+            steps: All its steps, at least as many as it has.
 
         Raises:
-          ValueError: The number would shrink.
-          RuntimeError: No phase is open.
+            ValueError: The number would shrink.
+            RuntimeError: No phase is open.
         """
         if not self._phases:
             raise RuntimeError("No phase is open. Call `begin` first.")
@@ -167,14 +168,14 @@ class Ledger:
         self.budget = Budget(target_epsilon, delta, accountant)
 
     def combine(self, other: "Ledger") -> None:
-        """Takes over all that another ledger knows: of an older or newer copy, or of
-        another model whose weights this one holds.
+        """Takes over all that another ledger knows; doing it twice changes nothing.
 
         A phase that both know counts once, with the larger number of steps; one that
-        only the other knows is added. So it can be done twice without harm.
+        only the other knows is added.
 
         Args:
-          other: Any ledger; it stays as it is. Its budget is taken where this has none.
+            other: An older or newer copy of this ledger, or that of a model whose
+                weights this one holds. Its budget is taken where this has none.
         """
         known = {phase.identity: i for i, phase in enumerate(self._phases)}
         added = []
@@ -202,21 +203,22 @@ class Ledger:
         """Returns the epsilon of all phases together.
 
         Args:
-          delta: The delta of the guarantee, in (0, 1).
-          accountant: "rdp" or "pld".
-          assumption: None for the headline, which assumes of the caller's batches what
-            the caller declared, by default nothing; or one of `ASSUMPTIONS` instead.
+            delta: The delta of the guarantee, in (0, 1).
+            accountant: "rdp" or "pld".
+            assumption: None for the headline, which assumes of the caller's batches
+                what the caller declared, by default nothing; or one of `ASSUMPTIONS`
+                instead.
 
         Returns:
-          Epsilon, at least 0: 0 before the first step, infinity without noise.
+            Epsilon, at least 0: 0 before the first step, infinity without noise.
 
         Raises:
-          ValueError: An argument is out of range, the PLD accountant meets fixed-size
-            batches, or "poisson" is assumed where a train_size is unknown.
+            ValueError: An argument is out of range, the PLD accountant meets fixed-size
+                batches, or "poisson" is assumed where a train_size is unknown.
 
         Privacy:
-          Under `relation`: fixed-size batches are accounted under replace-one, and the
-          guarantee of the whole ledger is then stated so.
+            Under `relation`: fixed-size batches are accounted under replace-one, and
+            the guarantee of the whole ledger is then stated so.
         """
         if assumption is not None and assumption not in ASSUMPTIONS:
             raise ValueError(
@@ -237,31 +239,26 @@ class Ledger:
         """Returns how many more steps of a kind keep epsilon within a target.
 
         Args:
-          target_epsilon: The epsilon not to exceed, above 0 and finite.
-          delta: The delta of the guarantee, in (0, 1).
-          accountant: "rdp" or "pld".
-          phase: What the further steps are like.
-          limit: The largest answer of interest.
+            target_epsilon: The epsilon not to exceed, above 0 and finite.
+            delta: The delta of the guarantee, in (0, 1).
+            accountant: "rdp" or "pld".
+            phase: What the further steps are like.
+            limit: The largest answer of interest.
 
         Returns:
-          0 to `limit`. With once_per_epoch=True epochs cost, not steps: `limit` where
-          one more epoch fits, else 0; ask again before the next epoch.
+            0 to `limit`. With once_per_epoch=True epochs cost, not steps: `limit` where
+            one more epoch fits, else 0; ask again before the next epoch.
 
         Raises:
-          ValueError: As `epsilon`.
+            ValueError: As `epsilon`.
         """
         relation = _relation([*self._phases, dataclasses.replace(phase, steps=1)])
         prior = [p.release(relation) for p in self._phases if p.steps]
         event, _ = phase.release(relation)
         by_epoch = phase.assumption == "once_per_epoch"
+        most = 1 if by_epoch else limit
         steps = accounting.max_steps(
-            prior,
-            event,
-            target_epsilon,
-            delta,
-            accountant,
-            relation,
-            1 if by_epoch else limit,
+            prior, event, target_epsilon, delta, accountant, relation, most
         )
         return limit * steps if by_epoch else steps
 
@@ -269,11 +266,11 @@ class Ledger:
         """Returns how many more steps of the open phase the budget allows.
 
         Args:
-          limit: The answer where there is no budget, and the largest answer of all.
+            limit: The answer where there is no budget, and the largest answer of all.
 
         Returns:
-          0 to `limit`. With once_per_epoch=True, 0 or `limit`: whether the epoch that
-          is on may go on. Ask again after each `begin_epoch`.
+            0 to `limit`. With once_per_epoch=True, 0 or `limit`: whether the epoch that
+            is on may go on. Ask again after each `begin_epoch`.
         """
         if self.budget is None or not self._phases:
             return limit
@@ -305,7 +302,7 @@ class Ledger:
         """Returns the ledger that `to_json` wrote.
 
         Raises:
-          ValueError: The text is no ledger, or one of a version that is not known.
+            ValueError: The text is no ledger, or one of a version that is not known.
         """
         try:
             content: dict[str, Any] = json.loads(text)

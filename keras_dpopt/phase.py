@@ -19,24 +19,24 @@ class Phase:
     """Steps that were all made in the same way.
 
     Attributes:
-      optimizer: Name of the optimizer class, for the reader.
-      sampling: How the batches came about: "poisson" and "fixed_size" (without
-        replacement) were drawn by the library, "caller" by the caller.
-      noise_multipliers: Of one release, one for each Gaussian mechanism in it: noise
-        standard deviation over sensitivity, each finite and at least 0.
-      l2_norm_clip: The (initial) clipping norm C, above 0; None where unknown.
-        Infinity means no clipping, hence no privacy.
-      expected_batch_size: B, at least 1.
-      train_size: N, at least B; None where unknown (caller's batches only).
-      once_per_epoch: The caller's word that no record comes twice in an epoch.
-      assume: "poisson" is the caller's word that the batches are Poisson samples;
-        needs a train_size. None assumes nothing.
-      seeded: Whether the noise or the batches came from a seed that the user chose.
-      notes: Facts that the statement prints.
-      steps: Number of releases.
-      epochs_begun: Number of epochs in which a release was made.
-      identity: Random name of the phase, by which two ledgers recognise that they
-        know of the same releases. The ledger sets it.
+        optimizer: Name of the optimizer class, for the reader.
+        sampling: How the batches came about: "poisson" and "fixed_size" (without
+            replacement) were drawn by the library, "caller" by the caller.
+        noise_multipliers: Of one release, one for each Gaussian mechanism in it: noise
+            standard deviation over sensitivity, each finite and at least 0.
+        l2_norm_clip: The (initial) clipping norm C, above 0; None where unknown.
+            Infinity means no clipping, hence no privacy.
+        expected_batch_size: B, at least 1.
+        train_size: N, at least B; None where unknown (caller's batches only).
+        once_per_epoch: The caller's word that no record comes twice in an epoch.
+        assume: "poisson" is the caller's word that the batches are Poisson samples;
+            needs a train_size. None assumes nothing.
+        seeded: Whether the noise or the batches came from a seed that the user chose.
+        notes: Facts that the statement prints.
+        steps: Number of releases.
+        epochs_begun: Number of epochs in which a release was made.
+        identity: Random name of the phase, by which two ledgers recognise that they
+            know of the same releases. The ledger sets it.
     """
 
     optimizer: str
@@ -130,14 +130,14 @@ class Phase:
         has no tighter one for that relation.
 
         Args:
-          relation: The relation under which the whole ledger is stated.
-          assumption: One of `ASSUMPTIONS`, in place of what the caller declared.
+            relation: The relation under which the whole ledger is stated.
+            assumption: One of `ASSUMPTIONS`, in place of what the caller declared.
 
         Returns:
-          The pair (event, count).
+            The pair (event, count).
 
         Raises:
-          ValueError: "poisson" is assumed and train_size is unknown.
+            ValueError: "poisson" is assumed and train_size is unknown.
         """
         noise = (self.noise_multiplier,)
         train_size, batch_size = self.train_size, self.expected_batch_size
@@ -149,15 +149,17 @@ class Phase:
             # on it. A release needs a step, and a step is in some epoch.
             count = min(self.steps, max(1, self.epochs_begun))
             return accounting.unsampled_event(noise, relation), count
-        if sampling in ("poisson", "fixed_size") and train_size is None:
+        if sampling == "nothing" or (
+            sampling == "poisson" and relation is accounting.REPLACE_ONE
+        ):
+            return accounting.unsampled_event(noise, relation), self.steps
+        if train_size is None:
             raise ValueError(
                 "Poisson sampling cannot be assumed without the number of training "
                 "examples. Pass `train_size` to fit."
             )
         if sampling == "fixed_size":
             event = accounting.fixed_size_event(noise, train_size, batch_size)
-        elif sampling == "poisson" and relation is accounting.ZERO_OUT:
-            event = accounting.poisson_event(noise, train_size, batch_size)
         else:
-            event = accounting.unsampled_event(noise, relation)
+            event = accounting.poisson_event(noise, train_size, batch_size)
         return event, self.steps

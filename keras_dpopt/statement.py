@@ -5,7 +5,7 @@ import decimal
 import json
 import math
 import textwrap
-import warnings
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from keras_dpopt import accounting, validation
@@ -20,7 +20,7 @@ _ACCOUNTANT_NAMES = {
 }
 
 _RELATIONS = {
-    "zero-out": "one example's contribution is removed; their number stays",
+    "zero-out": "one example contributes or not; their number is public",
     "replace-one": "one example is replaced with any other",
 }
 
@@ -46,24 +46,24 @@ class PrivacyStatement:
     Print it, read the attributes, or take `to_json()`.
 
     Attributes:
-      epsilon: The guarantee's epsilon, at least 0; infinity means not private.
-      delta: Its delta, in (0, 1).
-      accountant: "rdp" or "pld".
-      neighboring_relation: "zero-out" or "replace-one".
-      privacy_unit: What one record is: "per example".
-      sampling: How the batches came about, in words, one sentence for each way.
-      noise_multiplier: sigma of one step; None where phases differ.
-      l2_norm_clip: Clipping norm; None where phases differ or it is unknown.
-      train_size: N; None where phases differ or it is unknown.
-      steps: Number of private steps.
-      phases: For each kind of step a dict of its settings and number of steps.
-      alternatives: Where the caller made the batches: epsilon under each of the
-        possible assumptions ("nothing", "once_per_epoch", "poisson"); None where the
-        number of training examples is needed and unknown. Else empty.
-      warnings: What makes the guarantee void or weak.
-      assumptions: What the guarantee relies on.
-      not_covered: What it does not say anything about.
-      notes: What else happened to the model.
+        epsilon: The guarantee's epsilon, at least 0; infinity means not private.
+        delta: Its delta, in (0, 1).
+        accountant: "rdp" or "pld".
+        neighboring_relation: "zero-out" or "replace-one".
+        privacy_unit: What one record is: "per example".
+        sampling: How the batches came about, in words.
+        noise_multiplier: sigma of one step; None where phases differ.
+        l2_norm_clip: Clipping norm; None where phases differ or it is unknown.
+        train_size: N; None where phases differ or it is unknown.
+        steps: Number of private steps.
+        phases: For each kind of step a dict of its settings and number of steps.
+        alternatives: Where the caller made the batches: epsilon under each of the
+            possible assumptions ("nothing", "once_per_epoch", "poisson"); None where
+            the number of training examples is needed and unknown. Else empty.
+        warnings: What makes the guarantee void or weak.
+        assumptions: What the guarantee relies on.
+        not_covered: What it does not say anything about.
+        notes: What else happened to the model.
     """
 
     epsilon: float
@@ -71,7 +71,7 @@ class PrivacyStatement:
     accountant: str
     neighboring_relation: str
     privacy_unit: str
-    sampling: tuple[str, ...]
+    sampling: str
     noise_multiplier: float | None
     l2_norm_clip: float | None
     train_size: int | None
@@ -110,13 +110,13 @@ class PrivacyStatement:
         ]
         for phase in self.phases:
             table.append(("mechanism", _mechanism_words(phase)))
-        table += [("batches", words) for words in self.sampling]
+            table.append(("batches", phase["batches"]))
         for name, words in table:
             lines += _wrapped([words], f"  {name:<12}")
         if self.alternatives:
-            lines.append("Epsilon by what is assumed of the batches:")
+            lines.append("Epsilon by what is assumed of the batches that you made:")
             lines += [
-                f"  {'unknown N' if value is None else _upwards(value):<10}  "
+                f"  {'needs N' if value is None else _upwards(value):<10}  "
                 f"{_ASSUMPTION_WORDS[name]}"
                 for name, value in self.alternatives.items()
             ]
@@ -137,24 +137,24 @@ def privacy_statement(
     """Returns the statement of all that a ledger records.
 
     Args:
-      ledger: The ledger of a model.
-      delta: The delta of the guarantee, in (0, 1); well below 1 / N.
-      accountant: "rdp" or "pld".
+        ledger: The ledger of a model.
+        delta: The delta of the guarantee, in (0, 1); well below 1 / N.
+        accountant: "rdp" or "pld".
 
     Returns:
-      The statement.
+        The statement.
 
     Raises:
-      ValueError: `delta` is outside (0, 1), the accountant is unknown, or it cannot
-        account for the ledger's sampling.
+        ValueError: `delta` is outside (0, 1), the accountant is unknown, or it cannot
+            account for the ledger's sampling.
 
     Example:
-      >>> ledger = Ledger()
-      >>> ledger.begin(Phase("DPSGD", "poisson", (1.1,), 1.0, 256, train_size=60000))
-      >>> ledger.set_steps(2350)
-      >>> statement = privacy_statement(ledger, delta=1e-5)
-      >>> statement.steps, round(statement.epsilon, 4)
-      (2350, 1.0997)
+        >>> ledger = Ledger()
+        >>> ledger.begin(Phase("DPSGD", "poisson", (1.1,), 1.0, 256, train_size=60000))
+        >>> ledger.set_steps(2350)
+        >>> statement = privacy_statement(ledger, delta=1e-5)
+        >>> statement.steps, round(statement.epsilon, 4)
+        (2350, 1.0997)
     """
     delta = validation.check_delta(delta)
     epsilon = ledger.epsilon(delta, accountant)
@@ -173,7 +173,7 @@ def privacy_statement(
         accountant=accountant,
         neighboring_relation="replace-one" if replaced else "zero-out",
         privacy_unit="per example",
-        sampling=tuple(dict.fromkeys(map(_sampling_words, kinds))),
+        sampling="; also ".join(dict.fromkeys(map(_sampling_words, kinds))),
         noise_multiplier=_the_one(kind.noise_multiplier for kind in kinds),
         l2_norm_clip=_the_one(kind.l2_norm_clip for kind in kinds),
         train_size=_the_one(kind.train_size for kind in kinds),
@@ -189,7 +189,9 @@ def privacy_statement(
     )
 
 
-def _alternatives(ledger, kinds, delta, accountant) -> dict[str, float | None]:
+def _alternatives(
+    ledger: Ledger, kinds: Iterable[Phase], delta: float, accountant: str
+) -> dict[str, float | None]:
     """Epsilon under each assumption on the caller's batches, if there are any."""
     callers = [kind for kind in kinds if kind.sampling == "caller"]
     if not callers:
@@ -205,7 +207,9 @@ def _alternatives(ledger, kinds, delta, accountant) -> dict[str, float | None]:
     return values
 
 
-def _warnings(kinds, epsilon, delta, sizes):
+def _warnings(
+    kinds: Collection[Phase], epsilon: float, delta: float, sizes: list[int]
+) -> Iterator[str]:
     """What makes the guarantee void or weak, worst first."""
     if math.isinf(epsilon):
         if any(kind.noise_multiplier == 0 for kind in kinds):
@@ -225,7 +229,7 @@ def _warnings(kinds, epsilon, delta, sizes):
         )
 
 
-def _assumptions(kinds, replaced):
+def _assumptions(kinds: Collection[Phase], replaced: bool) -> Iterator[str]:
     """What the guarantee relies on."""
     if not kinds:
         return
@@ -243,7 +247,7 @@ def _assumptions(kinds, replaced):
         yield "Nobody learns which examples were in which batch."
     declared = {kind.assumption for kind in kinds if kind.sampling == "caller"}
     if "nothing" in declared:
-        yield "Of the batches that the caller made: nothing but that their making is public."
+        yield "The batches do not depend on what is in the examples."
     if "once_per_epoch" in declared:
         yield "The caller's word that no example comes twice in an epoch."
     if "poisson" in declared:
@@ -260,15 +264,15 @@ def _assumptions(kinds, replaced):
 
 def _sampling_words(kind: Phase) -> str:
     size, total = kind.expected_batch_size, kind.train_size
-    if kind.sampling == "poisson":
+    if kind.sampling == "poisson" and total:
         return (
             f"Poisson: each of {total} examples is in a step with probability "
-            f"{size / total:.4g}, independently; drawn by the library"
+            f"{size / total:.4g}, drawn by the library"
         )
     if kind.sampling == "fixed_size":
         return (
-            f"fixed size: {size} of {total} examples in each step, without "
-            "replacement; drawn by the library"
+            f"fixed size: {size} of {total} examples in each step, drawn by the "
+            "library without replacement"
         )
     return f"made by the caller; {_ASSUMPTION_WORDS[kind.assumption]}"
 
@@ -277,7 +281,7 @@ def _mechanism_words(phase: dict[str, Any]) -> str:
     clip = phase["l2_norm_clip"]
     clip = "set by the query" if clip is None else f"{clip:g}"
     return (
-        f"{phase['optimizer']}, {phase['steps']} steps: Gaussian noise multiplier "
+        f"{phase['optimizer']}, {phase['steps']} steps: noise multiplier "
         f"{phase['noise_multiplier']:.6g}, clipping norm {clip}"
     )
 
@@ -285,7 +289,12 @@ def _mechanism_words(phase: dict[str, Any]) -> str:
 def _phase_dict(kind: Phase, steps: int) -> dict[str, Any]:
     fields = dataclasses.asdict(kind)
     del fields["epochs_begun"], fields["identity"], fields["notes"]
-    return {**fields, "steps": steps, "noise_multiplier": kind.noise_multiplier}
+    return {
+        **fields,
+        "steps": steps,
+        "noise_multiplier": kind.noise_multiplier,
+        "batches": _sampling_words(kind),
+    }
 
 
 def _meaning(statement: PrivacyStatement) -> str:
@@ -306,7 +315,7 @@ def _meaning(statement: PrivacyStatement) -> str:
     )
 
 
-def _the_one(values) -> Any:
+def _the_one(values: Iterable[Any]) -> Any:
     """The value that all have; None where they differ or there is none."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None
@@ -329,7 +338,7 @@ def _portable(value: Any) -> Any:
     return "inf" if value == math.inf else value
 
 
-def _wrapped(texts, prefix: str) -> list[str]:
+def _wrapped(texts: Iterable[str], prefix: str) -> list[str]:
     indent = " " * len(prefix)
     return [
         line

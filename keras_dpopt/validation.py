@@ -13,15 +13,15 @@ def check_positive_integer(name: str, value: object) -> int:
     """Returns `value` as an int, or raises when it is not a whole number above 0.
 
     Args:
-      name: The name of the argument, for the message.
-      value: Any integer type (NumPy's included; not bool, not float).
+        name: The name of the argument, for the message.
+        value: Any integer type (NumPy's included; not bool, not float).
 
     Returns:
-      The value as a Python int, at least 1.
+        The value as a Python int, at least 1.
 
     Raises:
-      TypeError: `value` is not an integer.
-      ValueError: `value` is below 1.
+        TypeError: `value` is not an integer.
+        ValueError: `value` is below 1.
     """
     try:
         if isinstance(value, bool):
@@ -42,16 +42,16 @@ def check_positive(name: str, value: object, *, allow_infinite: bool = False) ->
     """Returns `value` as a float, or raises when it is not finite and above 0.
 
     Args:
-      name: The name of the argument, for the message.
-      value: Any real number type.
-      allow_infinite: Whether infinity passes too.
+        name: The name of the argument, for the message.
+        value: Any real number type.
+        allow_infinite: Whether infinity passes too.
 
     Returns:
-      The value as a Python float, above 0.
+        The value as a Python float, above 0.
 
     Raises:
-      TypeError: `value` is not a number.
-      ValueError: `value` is zero, negative, infinite or NaN.
+        TypeError: `value` is not a number.
+        ValueError: `value` is zero, negative, infinite or NaN.
     """
     number = _as_float(name, value)
     if not (number > 0 and (allow_infinite or math.isfinite(number))):
@@ -66,15 +66,15 @@ def check_non_negative(name: str, value: object) -> float:
     """Returns `value` as a float, or raises when it is not finite and at least 0.
 
     Args:
-      name: The name of the argument, for the message.
-      value: Any real number type.
+        name: The name of the argument, for the message.
+        value: Any real number type.
 
     Returns:
-      The value as a Python float, at least 0 and finite.
+        The value as a Python float, at least 0 and finite.
 
     Raises:
-      TypeError: `value` is not a number.
-      ValueError: `value` is negative, infinite or NaN.
+        TypeError: `value` is not a number.
+        ValueError: `value` is negative, infinite or NaN.
     """
     number = _as_float(name, value)
     if not (math.isfinite(number) and number >= 0):
@@ -89,14 +89,14 @@ def check_delta(delta: object) -> float:
     """Returns `delta` as a float, or raises when it is not strictly in (0, 1).
 
     Args:
-      delta: The delta of (epsilon, delta)-differential privacy.
+        delta: The delta of (epsilon, delta)-differential privacy.
 
     Returns:
-      The value as a Python float, strictly between 0 and 1.
+        The value as a Python float, strictly between 0 and 1.
 
     Raises:
-      TypeError: `delta` is not a number.
-      ValueError: `delta` is outside (0, 1) or NaN.
+        TypeError: `delta` is not a number.
+        ValueError: `delta` is outside (0, 1) or NaN.
     """
     number = _as_float("delta", delta)
     if not 0.0 < number < 1.0:
@@ -115,9 +115,9 @@ def warn_if_delta_is_large(delta: float, train_size: int, stacklevel: int = 3) -
     (0, 1/N)-differentially private, so delta must stay well below 1/N.
 
     Args:
-      delta: The delta of the guarantee, in (0, 1).
-      train_size: N, the number of training examples, at least 1.
-      stacklevel: As `warnings.warn`; 3 blames the caller of the caller.
+        delta: The delta of the guarantee, in (0, 1).
+        train_size: N, the number of training examples, at least 1.
+        stacklevel: As `warnings.warn`; 3 blames the caller of the caller.
     """
     if delta * train_size >= 1:
         warnings.warn(
