@@ -170,7 +170,7 @@ def check_training_metric_callbacks(callbacks: Any, acknowledged: bool) -> list[
         keras.callbacks.ModelCheckpoint,
     )
     found = []
-    for callback in keras.tree.flatten(callbacks):
+    for callback in _flat_callbacks(callbacks):
         monitor = str(getattr(callback, "monitor", "val_"))
         saves_all = isinstance(callback, keras.callbacks.ModelCheckpoint) and not (
             callback.save_best_only
@@ -185,6 +185,15 @@ def check_training_metric_callbacks(callbacks: Any, acknowledged: bool) -> list[
             "acknowledge_training_metrics=True to `fit`; the statement then lists it."
         )
     return found
+
+
+def _flat_callbacks(callbacks: Any) -> list:
+    """The callbacks in lists, and in Keras' `CallbackList`s."""
+    flat = []
+    for callback in keras.tree.flatten(callbacks):
+        inside = getattr(callback, "callbacks", None)
+        flat += [callback] if inside is None else _flat_callbacks(inside)
+    return flat
 
 
 def refuse(given: str, **values: Any) -> None:

@@ -1,7 +1,6 @@
 """Backup of an interrupted private run, secret keys included."""
 
-import dataclasses
-import hashlib
+import contextlib
 import json
 import os
 import pathlib
@@ -9,10 +8,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from absl import logging
 
-from keras_dpopt import keras_compat
+from keras_dpopt import digest, fingerprint
+from keras_dpopt.journal import Journal
 
 _STATE = "state.npz"
 _JOURNAL = "journal"
@@ -61,40 +60,71 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.backup_dir = pathlib.Path(backup_dir)
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
-        self._journal: int | None = None
+        self._journal: Journal | None = None
+        self._fingerprint: str | None = None
+        self._metrics: list[np.ndarray] | None = None
         self._epoch = 0
+        self._applied = 0
         self._since_save = 0
 
     # --- Keras' hooks ----------------------------------------------------------------
 
     def on_train_begin(self, logs=None):
-        """Restores the backup, if there is one."""
+        """Restores the backup, if there is one; else makes the first."""
         del logs
-        self._private().privacy_ledger.sync()
+        model = self._private()
+        self._applied = self._since_save = 0
+        self._metrics = None
+        # Of the configuration as the user gave it: the state may bring another
+        # learning rate, say.
+        self._fingerprint = fingerprint.of_run(model)
         self.backup_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._since_save = 0
-        if (self.backup_dir / _STATE).exists():
-            self._restore()
-        self._journal = os.open(
-            self.backup_dir / _JOURNAL, os.O_RDWR | os.O_CREAT, mode=0o600
-        )
-        self._write_journal(self._private().optimizer.releases())
+        state, journal = self.backup_dir / _STATE, self.backup_dir / _JOURNAL
+        if not state.exists():
+            journal.unlink(missing_ok=True)
+        elif not journal.exists():
+            raise ValueError(
+                f"The journal of the backup in {self.backup_dir} is missing, so nobody "
+                "knows which noise was used. Remove the backup and load a checkpoint."
+            )
+        self._journal = Journal(journal)
+        if not state.exists() or not self._restore(state):
+            self._save(model._initial_epoch or 0, self._applied)
 
     def on_epoch_begin(self, epoch, logs=None):
         """Remembers the epoch."""
         del logs
         self._epoch = epoch
+        if self._metrics is not None:  # of the first part of this epoch
+            for variable, value in zip(
+                self._private().metrics_variables, self._metrics, strict=True
+            ):
+                variable.assign(value)
+            self._metrics = None
 
     def on_train_batch_begin(self, batch, logs=None):
         """Writes down the steps that are about to be made."""
-        del batch, logs
+        del logs
         model = self._private()
-        self._write_journal(model.optimizer.releases() + model.steps_per_execution)
+        if batch + model.steps_per_execution <= self._applied:
+            return
+        first, state = model.optimizer.releases(), 0
+        if self._fingerprint is not None:
+            state = int(digest.weights_digest(_state(model)))
+            known = self._journal.digest_at(first)
+            if first < self._journal.found and state != known:
+                self._journal.write_diverged()
+                raise RuntimeError(
+                    "The steps after the backup cannot be repeated as they were: a "
+                    "callback or the code has changed. Start again: the training will "
+                    "go on from the backup with fresh keys."
+                )
+        self._journal.write_steps(first, first + model.steps_per_execution, state)
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves, every `save_freq` batches."""
         del logs
-        if self.save_freq == "epoch":
+        if self.save_freq == "epoch" or batch < self._applied:
             return
         self._since_save += self._private().steps_per_execution
         if self._since_save >= self.save_freq:
@@ -103,98 +133,120 @@ class BackupAndRestore(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         """Saves at the end of an epoch."""
         del logs
+        self._applied = 0
         self._save(epoch + 1, 0)
 
     def on_train_end(self, logs=None):
         """Removes the backup with its keys."""
         del logs
         if self._journal is not None:
-            os.close(self._journal)
+            self._journal.close()
             self._journal = None
         if self.delete_checkpoint:
-            for name in (_STATE, _JOURNAL):
+            for name in (_STATE, f"{_STATE}.tmp", _JOURNAL):
                 (self.backup_dir / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty: it is the user's own
+                self.backup_dir.rmdir()
 
     # --- saving ----------------------------------------------------------------------
 
     def _save(self, epoch: int, applied: int):
         """Writes the state: batch `applied` of `epoch` comes next."""
         model = self._private()
-        optimizer, run = model.optimizer, model.fit_run
+        optimizer, ledger = model.optimizer, model.privacy_ledger
+        text = ledger.to_json()
         meta = {
             "epoch": epoch,
             "applied": applied,
             "releases": optimizer.releases(),
+            "counted": optimizer.releases() + ledger.steps_to_repeat(),
             "keys": optimizer.keys.export(),
-            "ledger": model.privacy_ledger.to_json(),
-            "fingerprint": _fingerprint(model, run),
+            "ledger": text,
+            "fingerprint": self._fingerprint,
         }
-        arrays = {f"model.{i}": v.numpy() for i, v in enumerate(_variables(model))}
-        arrays.update(
-            (f"optimizer.{name}", v.numpy())
-            for name, v in optimizer.named_variables().items()
-        )
+        arrays = {name: _storable(v.numpy()) for name, v in _named(model).items()}
         arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
         temporary = self.backup_dir / f"{_STATE}.tmp"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        temporary.unlink(missing_ok=True)  # it may have another mode
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             np.savez(file, **arrays)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.backup_dir / _STATE)
-        self._write_journal(optimizer.releases())
+        _sync_directory(self.backup_dir)
+        self._journal.write_saved(optimizer.releases())
         self._since_save = 0
-
-    def _write_journal(self, releases: int):
-        if self._journal is not None:
-            os.pwrite(self._journal, releases.to_bytes(8, "little"), 0)
-            os.fdatasync(self._journal)
 
     # --- restoring -------------------------------------------------------------------
 
-    def _restore(self):
-        model: Any = self._private()
+    def _restore(self, path: pathlib.Path) -> bool:
+        """Restores the state; returns whether the run goes on as if never stopped."""
+        model, journal = self._private(), self._journal
         optimizer, run = model.optimizer, model.fit_run
-        with np.load(self.backup_dir / _STATE) as stored:
+        with np.load(path) as stored:
             saved = dict(stored)
         meta = json.loads(saved.pop("meta").tobytes().decode())
-        named = optimizer.named_variables()
-        current = _variables(model)
-        expected = {f"model.{i}" for i in range(len(current))}
-        if set(saved) != expected | {f"optimizer.{name}" for name in named}:
-            raise ValueError(
-                f"The backup in {self.backup_dir} is of another model or optimizer. "
-                "Resume with the one it was made with, or remove the backup."
-            )
+        values = self._values(model, saved, meta["applied"])
         known = optimizer.releases()
-        for i, variable in enumerate(current):
-            variable.assign(saved[f"model.{i}"])
-        for name, variable in named.items():
-            variable.assign(saved[f"optimizer.{name}"])
-        made = max(self._read_journal(), meta["releases"], known)
-        lost = made - meta["releases"]
-        replay = lost == 0 or _can_replay(meta, model, run)
+        made = max(journal.made, meta["counted"], known)
+        # Under keys that this process has used since, an old number may be taken.
+        replay = known <= meta["releases"] and (
+            made == meta["releases"]
+            or (
+                journal.may_replay
+                and meta["fingerprint"] is not None
+                and meta["fingerprint"] == self._fingerprint
+            )
+        )
+        for variable, value in values:
+            variable.assign(value)
+        optimizer.set_releases(meta["releases"])
         if replay:
             optimizer.keys.restore(meta["keys"])
         else:
             optimizer.keys.refresh()
             optimizer.skip_releases(made)
+        model.privacy_ledger.resume(
+            meta["ledger"],
+            run.source.phase,
+            optimizer,
+            lost=made - meta["counted"],
+            repeated=made - meta["releases"] if replay else 0,
+        )
+        if not replay:
             logging.warning(
                 "keras_dpopt: %d steps after the last backup are lost and cannot be "
                 "repeated exactly; they count, and training goes on with fresh keys.",
-                lost,
+                made - meta["releases"],
             )
-        model.privacy_ledger.resume(
-            meta["ledger"], run.source.phase, optimizer, meta["releases"]
-        )
-        if not replay:
+        if not replay or run.source.rows is None:
+            # Batches that the caller made may come in another order now.
             model.privacy_ledger.begin_epoch()
         model._initial_epoch = meta["epoch"]
+        self._epoch, self._applied = meta["epoch"], meta["applied"]
         run.applied_in_epoch = meta["applied"]
+        return replay
 
-    def _read_journal(self) -> int:
-        path = self.backup_dir / _JOURNAL
-        return int.from_bytes(path.read_bytes()[:8], "little") if path.exists() else 0
+    def _values(self, model, saved: dict[str, np.ndarray], applied: int) -> list:
+        """Pairs of a variable and its saved value; metrics are put aside."""
+        named = _named(model)
+        metrics = [name for name in named if name.startswith("metric.")]
+        fits = [
+            name in saved and saved[name].shape == named[name].shape for name in named
+        ]
+        names = {name for name in saved if not name.startswith("metric.")}
+        if names != set(named) - set(metrics) or not all(
+            fit for name, fit in zip(named, fits, strict=True) if name in names
+        ):
+            raise ValueError(
+                f"The backup in {self.backup_dir} is of another model or optimizer. "
+                "Resume with the one it was made with, or remove the backup."
+            )
+        # Of a part of an epoch; other metrics than those of the backup start anew.
+        if applied and all(fits):
+            self._metrics = [_value(saved[name], named[name]) for name in metrics]
+        return [(named[name], _value(saved[name], named[name])) for name in names]
 
     def _private(self) -> Any:
         if not hasattr(self.model, "privacy_ledger"):
@@ -205,42 +257,33 @@ class BackupAndRestore(keras.callbacks.Callback):
         return self.model
 
 
-def _variables(model) -> list:
-    return [*model.variables, *model.metrics_variables]
-
-
-def _can_replay(meta: dict, model, run) -> bool:
-    """Whether the steps after the backup can be made again exactly as they were."""
-    return (
-        run.source.rows is not None
-        and model.optimizer.mechanism.supports_jit
-        and keras_compat.is_op_determinism_enabled()
-        and meta["fingerprint"] == _fingerprint(model, run)
-    )
-
-
-def _fingerprint(model, run) -> str:
-    """A digest of all that a step depends on besides the state: data, configuration."""
-    digest = hashlib.blake2b(digest_size=16)
-    optimizer = model.optimizer
-    configuration = {
-        "compile": model.get_compile_config(),
-        "sampler": dataclasses.asdict(run.source.phase),
-        "batch": optimizer.expected_batch_size,
-        "microbatch": optimizer.microbatch_size,
-        "engine": model.private_step.engine.name,
-        "versions": [tf.__version__, keras.__version__],
+def _named(model) -> dict[str, Any]:
+    named = {f"model.{i}": v for i, v in enumerate(model.variables)}
+    named |= {f"metric.{i}": v for i, v in enumerate(model.metrics_variables)}
+    return named | {
+        f"optimizer.{name}": v for name, v in model.optimizer.named_variables().items()
     }
-    digest.update(json.dumps(configuration, sort_keys=True, default=str).encode())
-    if run.source.rows is None:
-        return digest.hexdigest()
-    if run.data_digest is None:
-        rows = hashlib.blake2b(digest_size=16)
-        for leaf in tf.nest.flatten(run.source.rows.values):
-            array = np.ascontiguousarray(leaf)
-            rows.update(repr((array.shape, array.dtype)).encode())
-            is_text = array.dtype.kind in "OSU"
-            rows.update(repr(array.tolist()).encode() if is_text else array.data)
-        run.data_digest = rows.hexdigest()
-    digest.update(run.data_digest.encode())
-    return digest.hexdigest()
+
+
+def _state(model) -> list:
+    """All that a step depends on, besides data, keys and configuration."""
+    variables = [*model.variables, *model.optimizer.named_variables().values()]
+    return [v.value for v in variables]
+
+
+def _storable(array: np.ndarray) -> np.ndarray:
+    # NumPy cannot read back bfloat16 and its like.
+    return array.view(f"u{array.itemsize}") if array.dtype.kind == "V" else array
+
+
+def _value(stored: np.ndarray, variable: Any) -> np.ndarray:
+    dtype = variable.numpy().dtype
+    return stored.view(dtype) if dtype.kind == "V" else stored
+
+
+def _sync_directory(path: pathlib.Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

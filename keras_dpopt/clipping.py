@@ -128,7 +128,7 @@ def abadi_factor(bound: tf.Tensor, l2_norm_clip: float | tf.Tensor) -> tf.Tensor
         array([1.  , 0.25, 0.  ])
     """
     if isinstance(l2_norm_clip, numbers.Real):
-        if not l2_norm_clip >= _LEAST_CLIP:
+        if not float(l2_norm_clip) >= _LEAST_CLIP:
             raise ValueError(
                 f"`l2_norm_clip` must be at least {_LEAST_CLIP}, not {l2_norm_clip}. "
                 "Pass the largest L2 norm that one record may contribute, or infinity "

@@ -20,6 +20,11 @@ import tensorflow as tf
 
 from keras_dpopt import keras_compat
 
+# Memory that the record gradients of one microbatch may take where the user leaves
+# `microbatch_size` to us, and the size above which more records gain no speed.
+_MICROBATCH_BYTES = 2**28
+_LARGEST_MICROBATCH = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -48,7 +53,8 @@ def rows_in_memory(x, y, sample_weight, class_weight, preprocessed: bool) -> Row
         x, y, sample_weight = keras_compat.arrays_in_memory(
             x, y, sample_weight, class_weight
         )
-    values = _record(x, y, sample_weight)
+    # To `tf.data` a list is one tensor, as in Keras' own adapters.
+    values = keras.tree.lists_to_tuples(_record(x, y, sample_weight))
     sizes = {int(leaf.shape[0]) for leaf in tf.nest.flatten(values)}
     if len(sizes) != 1:
         raise ValueError(
@@ -167,6 +173,12 @@ def preprocessed_batches(given, batch_size: int, preprocess) -> tf.data.Dataset:
             )
         ).batch(batch_size)
     return given.map(preprocess, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def microbatch_size(parameters: int, batch_size: int) -> int:
+    """Returns how many records to hold at a time, for a model of that many weights."""
+    by_memory = max(1, _MICROBATCH_BYTES // (4 * max(1, parameters)))
+    return min(by_memory, _LARGEST_MICROBATCH, max(1, batch_size))
 
 
 def in_microbatches(batch: dict, microbatch_size: int) -> dict:

@@ -4,20 +4,21 @@ It alone owns variables. A subclass fills four slots (query, mechanism, filter, 
 with parts that are pure functions.
 """
 
+import warnings
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras import ops
 
-from keras_dpopt import arguments, digest, keras_compat, mechanisms
+from keras_dpopt import arguments, digest, keras_compat, mechanisms, post_processing
 from keras_dpopt.filters import NoFilter
-from keras_dpopt.keys import SecretKeys
-from keras_dpopt.optimizer_state import OptimizerState, assign, scalar_variable
+from keras_dpopt.keys import ForkOnRestore, SecretKeys
+from keras_dpopt.optimizer_state import OptimizerState, scalar_variable
 from keras_dpopt.queries import GradientQuery
 from keras_dpopt.release_count import ReleaseCount
-from keras_dpopt.types import FilterOutput, PrivatizedGradient
+from keras_dpopt.types import PrivatizedGradient
 
+_COUNT = "release_count"
 _CORRECTIONS = ("filtered", "exact", "unfiltered", None)
 
 
@@ -97,9 +98,9 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
             ema_overwrite_frequency=ema_overwrite_frequency,
             name=name,
         )
-        self.query = query or GradientQuery()
+        self.query: Any = query or GradientQuery()
         self.mechanism = mechanisms.make(l2_norm_clip, noise_multiplier, dp_sum_query)
-        self.filter = filter or NoFilter()
+        self.filter: Any = filter or NoFilter()
         self.rule = rule
         self.noise_correction = noise_correction
         self.l2_norm_clip = l2_norm_clip
@@ -112,11 +113,12 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
             "expected_batch_size", expected_batch_size
         )
         self.keys = SecretKeys(arguments.check_seed(seed))
+        self._fork_on_restore = ForkOnRestore(self.keys)
         self._expected_batch_size = scalar_variable(
             self, "expected_batch_size", self._initial_batch_size or 0, "float32"
         )
         self._make_release_count()
-        self._state: OptimizerState | None = None
+        self._state: Any = None  # an OptimizerState, once built
 
     # --- what the training step asks -------------------------------------------------
 
@@ -163,9 +165,9 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
 
     def release(self, clipped_sum) -> PrivatizedGradient:
         """Lets the mechanism noise a clipped sum; counts the release first."""
-        number = tf.identity(self._release_count.value)
+        number = tf.identity(self.release_count.value)
         with tf.control_dependencies([number]):
-            counted = self._release_count.value.assign_add(1)
+            counted = self.release_count.value.assign_add(1)
         # The count comes before the noise and before any weight: a step that is cut
         # short is a step that counts.
         with tf.control_dependencies([counted]):
@@ -233,7 +235,7 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
                 "built for. Compile the model again, with a new optimizer."
             )
         with keras.name_scope(self.name):
-            self._update(variables, grads, regularization)
+            post_processing.update(self, self._state, variables, grads, regularization)
             keras_compat.update_moving_average(self)
             self._iterations.assign_add(1)
 
@@ -244,70 +246,6 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
             "`keras_dpopt.DPModel`."
         )
 
-    def _update(self, variables, gradient, regularization):
-        scalars = {name: v.value for name, v in self._state.scalars.items()}
-        noise_variance, noise_slots = self._corrected_variance(gradient, scalars)
-        shared, rule_scalars = self.rule.begin(
-            {name: scalars[name] for name in self.rule.scalar_slots},
-            self._iterations.value + 1,
-            noise_variance,
-        )
-        learning_rate = ops.cast(self.learning_rate, "float32")
-        new_weights = []
-        for i, (variable, slots) in enumerate(
-            zip(variables, self._state.per_variable, strict=True)
-        ):
-            raw = gradient.values[i]
-            if regularization is not None and regularization[i] is not None:
-                raw = raw + regularization[i]
-            values = {name: slot.value for name, slot in slots.items()}
-            filtered, filter_slots = self.filter.update(
-                {name: values[name] for name in self.filter.slots}, raw
-            )
-            step, rule_slots = self.rule.update(
-                {name: values[name] for name in self.rule.slots},
-                FilterOutput(filtered, raw),
-                learning_rate,
-                shared,
-            )
-            old = variable.value
-            new = old - self._decay(variable, learning_rate) - step
-            if variable.constraint is not None:
-                new = variable.constraint(new)
-            new_slots = {**filter_slots, **rule_slots}
-            if "last_update" in slots:
-                new_slots["last_update"] = new - old
-            assign(slots, new_slots)
-            variable.assign(new)
-            new_weights.append(new)
-        assign(self._state.scalars, {**noise_slots, **rule_scalars})
-        if self.query.uses_last_update:
-            self._state.weights_digest.assign(digest.weights_digest(new_weights))
-
-    def _decay(self, variable, learning_rate):
-        if self.weight_decay is None or not keras_compat.uses_weight_decay(
-            self, variable
-        ):
-            return 0.0
-        return learning_rate * self.weight_decay * variable.value
-
-    def _corrected_variance(self, gradient, scalars):
-        """The noise variance that the rule subtracts, and the filter's new slots."""
-        if gradient.noise_stddev is None:
-            if self.noise_correction is not None:
-                raise ValueError(
-                    f"{type(self).__name__} subtracts the variance of the noise, which "
-                    "this dp_sum_query does not tell. Set noise_correction=None, or "
-                    "give l2_norm_clip and noise_multiplier."
-                )
-            return 0.0, {name: scalars[name] for name in self.filter.noise_slots}
-        variance = ops.square(gradient.noise_stddev)
-        (steady, exact), noise_slots = self.filter.propagate(
-            {name: scalars[name] for name in self.filter.noise_slots}, variance
-        )
-        choice = {"filtered": steady, "exact": exact, "unfiltered": variance}
-        return choice.get(self.noise_correction, 0.0 * variance), noise_slots
-
     # --- saving ----------------------------------------------------------------------
 
     def named_variables(self) -> dict[str, Any]:
@@ -315,8 +253,6 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
         named = {
             "iterations": self._iterations,
             "expected_batch_size": self._expected_batch_size,
-            "release_count": self._release_count,
-            "step_limit": self._step_limit,
         }
         if isinstance(self._learning_rate, keras.Variable):
             named["learning_rate"] = self._learning_rate
@@ -328,28 +264,30 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
         return named
 
     def save_own_variables(self, store):
-        """Saves the state, without the secret keys."""
+        """Saves the state and the release count, without the secret keys."""
         for name, variable in self.named_variables().items():
             store[name] = variable.numpy()
+        store[_COUNT] = self.release_count.numpy()
 
     def load_own_variables(self, store):
         """Loads the state and draws fresh keys, so that no old draw is used again.
 
-        Raises:
-            ValueError: if the optimizer is not built or the saved state does not fit.
+        State of another optimizer is left alone, with a warning, as in Keras.
         """
-        named = self.named_variables()
-        if self._state is None or set(store.keys()) != set(named):
-            raise ValueError(
-                "The saved optimizer state does not fit this optimizer, and without it "
-                "the number of the next release would be lost. Build the model and "
-                "compile it with the optimizer it was saved with before loading."
-            )
-        count = int(self._release_count.numpy())
-        for name, variable in named.items():
-            variable.assign(store[name])
-        self._release_count.assign(max(count, int(self._release_count.numpy())))
         self.keys.refresh()
+        saved = {name: store[name] for name in store.keys()}  # noqa: SIM118
+        self.skip_releases(int(saved.pop(_COUNT, 0)))
+        named = self.named_variables()
+        if saved and not _fits(saved, named):
+            warnings.warn(
+                f"The saved optimizer state does not fit this {type(self).__name__}, "
+                "which starts anew. Compile the model with the optimizer that it was "
+                "saved with, and build it, before loading.",
+                stacklevel=2,
+            )
+            return
+        for name, value in saved.items():
+            named[name].assign(value)
 
     def get_config(self):
         """Returns the configuration; the seed is a secret and never in it."""
@@ -371,3 +309,21 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
             l2_norm_clip=self.l2_norm_clip, noise_multiplier=self.noise_multiplier
         )
         return config
+
+
+def _fits(saved: dict[str, Any], named: dict[str, Any]) -> bool:
+    return set(saved) == set(named) and all(
+        tuple(saved[name].shape) == tuple(v.shape) for name, v in named.items()
+    )
+
+
+def check_private_optimizer(optimizer: Any) -> None:
+    """Raises if a private model could not train privately with this optimizer."""
+    if isinstance(optimizer, DPOptimizer):
+        return
+    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+    raise ValueError(
+        f"A private model trains with a private optimizer only, got {name!r}, which "
+        "neither clips nor noises. Compile with, say, "
+        "`keras_dpopt.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.1)`."
+    )

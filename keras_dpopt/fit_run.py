@@ -28,6 +28,8 @@ class FitRun(keras.callbacks.Callback):
         """Tells the data set at which release the epoch begins."""
         del epoch, logs
         model: Any = self.model
+        if self.source.adapter is not None:
+            self.source.adapter.on_epoch_begin()
         releases = model.optimizer.releases()
         self.source.start.assign(releases - self.applied_in_epoch)
         model.private_step.resume_step.assign(releases)
@@ -44,10 +46,17 @@ class FitRun(keras.callbacks.Callback):
         if model.optimizer.at_limit():
             model.stop_training = True
 
+    def on_epoch_end(self, epoch, logs=None):
+        """Passes the hook on to a `PyDataset`: Keras sees only what is made of it."""
+        del epoch, logs
+        if self.source.adapter is not None:
+            self.source.adapter.on_epoch_end()
+
     def before(self, callbacks: Any) -> Any:
         """Returns callbacks for `fit` of Keras, with this one first."""
         if isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks.callbacks.insert(0, self)
+            others = [c for c in callbacks.callbacks if not isinstance(c, FitRun)]
+            callbacks.callbacks[:] = [self, *others]
             self.set_model(callbacks.model)
             return callbacks
         return [self, *(keras.tree.flatten(callbacks) if callbacks else [])]

@@ -49,7 +49,10 @@ def arrays_in_memory(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> t
     float64 becomes floatx, a class weight becomes a sample weight, sizes are checked:
     all by Keras' own `ArrayDataAdapter`, asked for one batch of all the rows.
     """
-    size = max(len(leaf) for leaf in keras.tree.flatten(x) if leaf is not None)
+    sizes = [len(leaf) for leaf in keras.tree.flatten(x) if leaf is not None]
+    size = max(sizes, default=0)
+    if not size:
+        raise ValueError("There are no rows to train on. Pass arrays with rows as `x`.")
     adapter = array_data_adapter.ArrayDataAdapter(
         x, y, sample_weight, class_weight=class_weight, batch_size=size
     )
@@ -98,6 +101,20 @@ def build_for(model: keras.Model, row_specs: dict) -> None:
     model._symbolic_build(
         data_batch=(batch["x"], batch.get("y"), batch.get("sample_weight"))
     )
+
+
+def replace_base(cls: type, base: type, functional: type) -> None:
+    """Makes a subclass of `base` that is constructed as a functional model one.
+
+    Keras' own rewriting of the bases (`inject_functional_model_class`) would reach up
+    to `base` and spoil it for the subclasses with a `call`.
+    """
+    if not issubclass(cls, functional):
+        for parent in cls.__bases__:
+            if issubclass(parent, base) and parent is not base:
+                replace_base(parent, base, functional)
+        bases = (functional if b is base else b for b in cls.__bases__)
+        cls.__bases__ = tuple(bases)
 
 
 def flat_layers(model: keras.Model) -> Sequence[keras.Layer]:
@@ -257,3 +274,10 @@ def is_op_determinism_enabled() -> bool:
     from tensorflow.python.framework import config
 
     return config.is_op_determinism_enabled()
+
+
+def eager_mode() -> Any:
+    """Returns a context in which operations run eagerly, even within a graph."""
+    from tensorflow.python.eager import context
+
+    return context.eager_mode()

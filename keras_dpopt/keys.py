@@ -67,3 +67,26 @@ class SecretKeys:
     def __deepcopy__(self, memo):
         del memo
         return SecretKeys()
+
+
+class ForkOnRestore(tf.train.experimental.PythonState):
+    """Draws fresh keys when a `tf.train.Checkpoint` is restored.
+
+    The checkpoint brings back old weights; old draws must not come back with them.
+
+    Args:
+        keys: The keys to refresh; nothing of them is saved.
+    """
+
+    def __init__(self, keys: SecretKeys):
+        super().__init__()
+        self._refresh = keys.refresh
+
+    def serialize(self) -> str:
+        """Returns nothing to save."""
+        return ""
+
+    def deserialize(self, string_value) -> None:
+        """Draws fresh keys."""
+        del string_value
+        self._refresh()

@@ -177,13 +177,11 @@ class ForeignMechanism:
             )
         self._query = query
         # Read now, on the host; this also refuses an event that cannot be accounted.
-        self._accounted = self.noise_multipliers(query.initial_global_state())
-
-    @property
-    def l2_norm_clip(self) -> float | None:
-        """The initial clipping norm, where the query tells it."""
-        clip = tf_privacy.l2_norm_clip(self._query.initial_global_state())
-        return None if clip is None else float(clip)
+        state = query.initial_global_state()
+        self._accounted = self.noise_multipliers(state)
+        clip = tf_privacy.l2_norm_clip(state)
+        # The initial clipping norm, where the query tells it.
+        self.l2_norm_clip = None if clip is None else float(clip)
 
     def initial_state(self):
         """Returns the query's initial global state."""
@@ -247,7 +245,12 @@ def _gaussians(event) -> list:
     """The Gaussian events that `event` is composed of, in order."""
     if isinstance(event, dp_accounting.ComposedDpEvent):
         return [part for inner in event.events for part in _gaussians(inner)]
-    return [event]
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        return [event]
+    raise ValueError(
+        f"dp_sum_query returned a {type(event).__name__}, which is not checked step by "
+        "step. Use a query whose event is Gaussian, or composed of Gaussians."
+    )
 
 
 def make(l2_norm_clip, noise_multiplier, dp_sum_query):

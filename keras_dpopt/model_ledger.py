@@ -1,36 +1,49 @@
 """The ledger of a model while it trains: it reads the step counter and saves itself."""
 
+import dataclasses
+import hashlib
 import json
 import weakref
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from keras_dpopt import digest, keras_compat
+from keras_dpopt import keras_compat
 from keras_dpopt.ledger import Ledger, Phase
 
 _KEY = "privacy_ledger"
-_TAG = "_keras_dpopt_ledger"
+# What each trained variable carries.
+_LEDGER_TAG = "_keras_dpopt_ledger"
+_DIGEST_TAG = "_keras_dpopt_digest"
+
+_CHANGED = (
+    "The weights were changed outside the private training step; whatever data that "
+    "change came from is not covered."
+)
 
 
-class ModelLedger(keras_compat.KerasSaveable):
+class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState):
     """Keeps the ledger of a model, beside its layers in every weights file.
 
     The ledger goes with the weights: each trained variable carries a reference to it,
-    and a model that is built from such variables takes over what they have cost.
+    and a model that is built from such variables takes over what they have cost. It
+    carries a digest of its value too, as private training left it.
 
     Args:
         model: The model.
     """
 
     def __init__(self, model: keras.Model):
+        super().__init__()
         self.ledger = Ledger()
         self._model = weakref.ref(model)
         self._optimizer: Any = None
         self._first_release = 0
         self._steps_before = 0
-        self._digest: tuple[int, int] | None = None
+        # Whether steps in the ledger may be going on elsewhere, from the same file.
+        self._is_copy = False
 
     # --- phases ----------------------------------------------------------------------
 
@@ -38,22 +51,31 @@ class ModelLedger(keras_compat.KerasSaveable):
         """Opens a phase: from now on the optimizer's releases are its steps.
 
         Raises:
-            RuntimeError: if a budget is set and already spent.
+            RuntimeError: if a budget is set and already spent, or a phase is open.
         """
-        self.close_phase()
-        self.adopt()
-        self.check_weights()
+        if self._optimizer is not None:
+            raise RuntimeError(
+                "The model is training already, and a training within a training would "
+                "lose count of the steps. Train from outside of its callbacks."
+            )
+        self.sync()
+        if self._is_copy and optimizer.keys.seeded:
+            # Whoever else loads that file and takes the same seed would draw the same
+            # noise for other weights.
+            optimizer.keys.refresh()
+            phase = dataclasses.replace(phase, seeded=False)
         # A seeded optimizer made anew for the same model must not draw again what the
         # last one drew: the count goes on where the ledger stands.
         optimizer.skip_releases(self.ledger.total_steps)
         self.ledger.begin(phase)
-        self._optimizer = optimizer
-        self._first_release = optimizer.releases()
-        self._steps_before = self.ledger.phases[-1].steps
-        self.limit_steps()
+        try:
+            self._open(optimizer)
+        except RuntimeError:
+            self._optimizer = None
+            raise
 
     def resume(
-        self, text: str, phase: Phase, optimizer: Any, first_release: int
+        self, text: str, phase: Phase, optimizer: Any, lost: int, repeated: int
     ) -> None:
         """Reopens the phase of a backup.
 
@@ -61,32 +83,62 @@ class ModelLedger(keras_compat.KerasSaveable):
             text: The backup's `to_json`.
             phase: The phase of the fit that resumes.
             optimizer: The optimizer, restored.
-            first_release: The release count of the backup. The optimizer may have a
-                higher one already: steps that were lost, and count.
+            lost: Steps that were made after the backup, and that it does not count.
+            repeated: How many steps that are counted will be made again, in an exact
+                replay.
+
+        Raises:
+            RuntimeError: if a budget is set and already spent.
         """
         self._optimizer = None
-        self.from_json(text)
-        at_backup = Ledger.from_json(json.loads(text)["ledger"])
+        saved = Ledger.from_json(json.loads(text)["ledger"])
+        if lost:
+            # They were made in the phase of the backup, which may cost more or less
+            # than the one that comes now.
+            saved.set_steps(saved.phases[-1].steps + lost)
+        self.ledger.combine(saved)
         self.ledger.begin(phase, resume=True)
-        continues = at_backup.phases and at_backup.phases[-1].same_as(phase)
-        self._steps_before = at_backup.phases[-1].steps if continues else 0
-        self._first_release = first_release
+        self._open(optimizer, repeated)
+
+    def _open(self, optimizer: Any, repeated: int = 0) -> None:
         self._optimizer = optimizer
+        self._first_release = optimizer.releases_made()
+        self._steps_before = self.ledger.phases[-1].steps - repeated
         self.limit_steps()
 
     def sync(self) -> Ledger:
-        """Brings the open phase up to date and returns the ledger."""
-        if self._optimizer is not None:
-            done = self._optimizer.releases() - self._first_release
-            # In an exact replay, the steps made again are in the ledger already.
-            recorded = self.ledger.phases[-1].steps
-            self.ledger.set_steps(max(recorded, self._steps_before + done))
+        """Brings the ledger up to date with the model, and returns it."""
+        self._count()
+        if self._optimizer is None:
+            self.adopt()
+            self._check_weights()
         return self.ledger
 
+    def _count(self) -> Ledger:
+        # In an exact replay, the steps made again are in the ledger already.
+        if self._optimizer is not None and self.steps_to_repeat() < 0:
+            self.ledger.set_steps(self._steps_made())
+        return self.ledger
+
+    def steps_to_repeat(self) -> int:
+        """Returns how many steps are counted and will be made again, in a replay."""
+        return self.ledger.phases[-1].steps - self._steps_made()
+
+    def _steps_made(self) -> int:
+        made = self._optimizer.releases_made() - self._first_release
+        return self._steps_before + made
+
     def close_phase(self) -> None:
-        """Ends the open phase, if there is one."""
-        self.sync()
+        """Ends the open phase, if there is one; the weights are as training left them."""
+        if self._optimizer is None:
+            return
+        self._count()
+        # A call of the train function outside of a phase would go uncounted.
+        self._optimizer.limit_releases(0)
         self._optimizer = None
+        self.adopt()
+        for variable in self._weights():
+            setattr(variable, _DIGEST_TAG, _digest(variable))
 
     def set_budget(self, target_epsilon: float, delta: float, accountant: str) -> None:
         """Sets the budget that every further phase keeps to."""
@@ -99,67 +151,114 @@ class ModelLedger(keras_compat.KerasSaveable):
         Raises:
             RuntimeError: if it leaves nothing.
         """
-        if self.ledger.budget is None or self._optimizer is None:
+        if self._optimizer is None:
             return
-        left = self.sync().steps_left()
-        self._optimizer.limit_releases(left)
-        if not left:
-            budget = self.ledger.budget
+        budget = self.ledger.budget
+        if not self._set_limit() and budget is not None:
             raise RuntimeError(
                 f"The privacy budget (epsilon {budget.target_epsilon:g} at delta "
                 f"{budget.delta:g}) is spent, so no further step can be made. Stop "
                 "here, or set a larger target with PrivacyBudget."
             )
 
+    def _set_limit(self) -> int:
+        left = self.sync().steps_left() + self.steps_to_repeat()
+        self._optimizer.limit_releases(left)
+        return left
+
     def begin_epoch(self) -> None:
         """Counts an epoch, which matters where records come once an epoch."""
         self.sync().begin_epoch()
         if self.ledger.phases[-1].once_per_epoch and self.ledger.budget is not None:
-            self._optimizer.limit_releases(self.ledger.steps_left())
+            self._set_limit()
 
     # --- weights ---------------------------------------------------------------------
 
     def adopt(self) -> None:
         """Takes over the ledgers of other models whose variables this one has."""
+        for variable in self._weights():
+            other = getattr(variable, _LEDGER_TAG, None)
+            if other is not None and other is not self:
+                self.ledger.combine(other._count())
+                self._is_copy |= other._is_copy
+            if variable.trainable:
+                setattr(variable, _LEDGER_TAG, self)
+
+    def _check_weights(self) -> None:
+        """Notes it if anything but private training has changed the weights."""
+        for variable in self._weights():
+            owner = getattr(variable, _LEDGER_TAG, None)
+            known = getattr(variable, _DIGEST_TAG, None)
+            in_training = owner is not None and owner._optimizer is not None
+            if known is not None and not in_training and known != _digest(variable):
+                self.ledger.note(_CHANGED)
+                return
+
+    def _weights(self) -> list:
         model = self._model()
-        for variable in [] if model is None else model.weights:
-            other = getattr(variable, _TAG, None)
-            if other is not None and other.ledger is not self.ledger:
-                self.ledger.combine(other.sync())
-            setattr(variable, _TAG, self)
-
-    def remember_weights(self) -> None:
-        """Keeps a digest of the weights as private training left them."""
-        self._digest = self._weights_digest()
-
-    def check_weights(self) -> None:
-        """Notes it if anything else has changed the weights since."""
-        now = self._weights_digest()
-        if self._digest is None or self._digest[1] != now[1] or self._digest == now:
-            return
-        self.ledger.note(
-            "The weights were changed outside the private training step; whatever data "
-            "that change came from is not covered."
-        )
-
-    def _weights_digest(self) -> tuple[int, int]:
-        model = self._model()
-        weights = [] if model is None else model.weights
-        return int(digest.weights_digest([w.value for w in weights])), len(weights)
+        return [] if model is None else model.weights
 
     # --- saving ----------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Returns the ledger and the digest as JSON."""
-        return json.dumps({"ledger": self.sync().to_json(), "digest": self._digest})
+        """Returns the ledger and the digests as JSON."""
+        ledger = self.sync().to_json()
+        digests = [
+            getattr(variable, _DIGEST_TAG, None)
+            if self._optimizer is None
+            else _digest(variable)
+            for variable in self._weights()
+        ]
+        return json.dumps({"ledger": ledger, "digests": digests})
 
-    def from_json(self, text: str) -> None:
-        """Joins a saved ledger to this one, which never shrinks."""
-        saved = json.loads(text)
-        self.ledger.combine(Ledger.from_json(saved["ledger"]))
-        self._digest = saved["digest"] and tuple(saved["digest"])
-        if self.ledger.total_steps:
-            self.adopt()
+    def load_json(self, text: str) -> None:
+        """Joins the ledger of a file to this one, which never shrinks.
+
+        The file's old weights are here now, so the optimizer gets fresh keys.
+
+        Raises:
+            ValueError: if the text is damaged.
+        """
+        self._fork()
+        try:
+            saved = json.loads(text)
+            ledger, digests = Ledger.from_json(saved["ledger"]), saved["digests"]
+        except (ValueError, KeyError, TypeError):
+            self.note_missing()
+            raise
+        self.ledger.combine(ledger)
+        if ledger.total_steps:
+            self._is_copy = True
+            for variable in self._weights():
+                setattr(variable, _LEDGER_TAG, self)
+        self._tag(digests)
+        if self._optimizer is not None:
+            # Loaded by a callback: the phase goes on from here.
+            self._steps_before = self.ledger.phases[-1].steps
+            self._first_release = self._optimizer.releases_made()
+            if self.ledger.budget is not None:
+                self._set_limit()
+
+    def note_missing(self) -> None:
+        """Notes that weights came without a ledger."""
+        self._fork()
+        self.ledger.note(
+            "Weights were loaded from a file without a ledger; whatever data they were "
+            "trained on is not covered."
+        )
+        self._tag([None] * len(self._weights()))
+
+    def _fork(self) -> None:
+        self._count()
+        keys = getattr(getattr(self._model(), "optimizer", None), "keys", None)
+        if keys is not None:
+            keys.refresh()
+
+    def _tag(self, digests: list) -> None:
+        weights = self._weights()
+        if len(digests) == len(weights):
+            for variable, known in zip(weights, digests, strict=True):
+                setattr(variable, _DIGEST_TAG, known)
 
     def save_own_variables(self, store: Any) -> None:
         """Implements Keras' saving."""
@@ -167,15 +266,24 @@ class ModelLedger(keras_compat.KerasSaveable):
 
     def load_own_variables(self, store: Any) -> None:
         """Implements Keras' loading."""
-        self.close_phase()
         if _KEY in store.keys():  # noqa: SIM118 - an H5 store is no dict
-            self.from_json(bytes(np.asarray(store[_KEY])).decode())
-            return
-        self._digest = None
-        self.ledger.note(
-            "Weights were loaded from a file without a ledger; whatever data they were "
-            "trained on is not covered."
-        )
+            self.load_json(bytes(np.asarray(store[_KEY])).decode())
+        else:
+            self.note_missing()
+
+    def serialize(self) -> str:
+        """Implements the saving of `tf.train.Checkpoint`."""
+        with keras_compat.eager_mode():  # `tf.saved_model.save` builds a graph
+            return self.to_json()
+
+    def deserialize(self, string_value: Any) -> None:
+        """Implements the loading of `tf.train.Checkpoint`."""
+        self.load_json(tf.compat.as_text(string_value))
 
     def _obj_type(self):
         return "Loss"  # of Keras' types the one that has no state of its own to skip
+
+
+def _digest(variable: Any) -> str:
+    content = np.ascontiguousarray(variable.numpy())
+    return hashlib.blake2b(content.tobytes(), digest_size=8).hexdigest()

@@ -42,16 +42,18 @@ class DPModel(PrivateTraining, keras.Model):
         # functional one by rewriting its bases, for good. A class of its own keeps
         # DPModel fit for subclassing.
         if cls is DPModel and keras_compat.functional_init_arguments(args, kwargs):
-            return super().__new__(_DPFunctional, *args, **kwargs)
+            return super().__new__(DPFunctional, *args, **kwargs)
         return super().__new__(cls, *args, **kwargs)
 
     # Keras revives a functional model only if its constructor is spelled like this.
     def __init__(self, *args, **kwargs):
+        if keras_compat.functional_init_arguments(args, kwargs):
+            keras_compat.replace_base(type(self), DPModel, DPFunctional)
         super().__init__(*args, **kwargs)
 
 
 @keras.saving.register_keras_serializable(_PACKAGE, name="DPFunctional")
-class _DPFunctional(DPModel, keras_compat.Functional):
+class DPFunctional(DPModel, keras_compat.Functional):
     """What `DPModel(inputs, outputs)` makes."""
 
     def __init__(self, *args, **kwargs):

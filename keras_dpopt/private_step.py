@@ -5,17 +5,26 @@ logical batch -> record gradients, clipped and summed, microbatch by microbatch
 """
 
 import functools
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dpopt import keras_compat, losses, prng
+from keras_dpopt import engines, keras_compat, losses, prng
 from keras_dpopt.engines import GradientEngine, GradientProblem
 from keras_dpopt.queries import Point
 from keras_dpopt.types import ClippedSum, UnsupportedModelError
 
 # Graph operations that write to a variable or a table.
-_WRITES = ("Assign", "ResourceApply", "ResourceScatter", "LookupTableInsert")
+_WRITES = (
+    "Assign",
+    "LookupTableImport",
+    "LookupTableInsert",
+    "ResourceApply",
+    "ResourceScatter",
+    "ResourceSparseApply",
+    "ResourceStridedSliceAssign",
+)
 
 
 class PrivateStep:
@@ -36,12 +45,13 @@ class PrivateStep:
         self._seed_states = keras_compat.seed_states(model)
         seeds = {id(state) for state in self._seed_states}
         self._other = [v for v in model.non_trainable_variables if id(v) not in seeds]
+        self._own_loss = keras_compat.overrides_compute_loss(model)
         self._jit_compile = jit_compile
         self._run_eagerly = run_eagerly
         # Batches of the epoch that a resumed run had applied already: their steps lie
         # below this number.
         self.resume_step = tf.Variable(0, dtype=tf.int64, trainable=False)
-        self.engine: GradientEngine | None = None
+        self.engine: Any = None  # a GradientEngine, once chosen
 
     def __call__(self, batch: dict) -> None:
         """Does the step for a logical batch of `data.py`."""
@@ -60,6 +70,20 @@ class PrivateStep:
 
         tf.cond(due, update, lambda: tf.constant(False))
 
+    def choose_engine(self, row_specs: dict) -> None:
+        """Chooses the gradient engine for batches of rows of these specs."""
+        specs = tf.nest.map_structure(
+            lambda s: tf.TensorSpec(s.shape[1:], s.dtype), row_specs
+        )
+        self.engine = engines.select(
+            self._optimizer.gradient_engine,
+            lambda engine: self.try_engine(engine, specs),
+            self._model.name,
+        )
+        if self._run_eagerly:
+            # Only a graph can be searched for writes.
+            self.try_engine(self.engine, specs)
+
     def try_engine(self, engine: GradientEngine, row_specs: dict) -> None:
         """Runs an engine on two rows of zeros; raises where it cannot serve the model.
 
@@ -73,7 +97,7 @@ class PrivateStep:
         rows = tf.nest.map_structure(zeros, row_specs)
         points = self._optimizer.points(self._values(self._trainable))
         seeds = self._seeds(tf.constant(0, tf.int64), tf.range(2))
-        self._microbatch_sum(engine, points, rows, seeds, tf.constant(2))
+        self._microbatch_sum(engine, points, rows, seeds, tf.constant(2), False)
 
     def _is_due(self, step):
         """Whether this batch is the next release, within the limit."""
@@ -106,7 +130,7 @@ class PrivateStep:
             seeds = self._seeds(step, j * size + tf.range(size))
             part_count = tf.minimum(count - j * size, size)
             part, outputs = self._microbatch_sum(
-                self.engine, points, part_rows, seeds, part_count
+                self.engine, points, part_rows, seeds, part_count, self._run_eagerly
             )
             self._report(part_rows, outputs, part_count, penalty)
             return j + 1, tf.nest.map_structure(tf.add, total, part)
@@ -116,7 +140,7 @@ class PrivateStep:
         )
         return total
 
-    def _microbatch_sum(self, engine, points, rows, seeds, count):
+    def _microbatch_sum(self, engine, points, rows, seeds, count, run_eagerly):
         """The sum of clipped records of one microbatch, in a function of its own.
 
         It gets every value as an argument, so XLA can compile it, and a function of its
@@ -143,7 +167,7 @@ class PrivateStep:
             seeds,
             count,
         )
-        if self._run_eagerly:
+        if run_eagerly:
             return run(*arguments)
         run = tf.function(run, autograph=False, jit_compile=self._jit_compile or None)
         _refuse_writes(run.get_concrete_function(*arguments).graph)
@@ -168,7 +192,8 @@ class PrivateStep:
         """Gradients of the weight regularizers, and their value: no data in either."""
         gradients, penalty = [], tf.constant(0.0)
         for variable, value in zip(self._trainable, weights, strict=True):
-            if variable.regularizer is None:
+            # A `compute_loss` of the model's own has them in, if it wants them.
+            if variable.regularizer is None or self._own_loss:
                 gradients.append(None)
                 continue
             with tf.GradientTape() as tape:

@@ -30,7 +30,7 @@ class GradientQuery:
 
     uses_last_update = False
 
-    def points(self, weights: Sequence[Any], last_update=None) -> tuple[Point, ...]:
+    def points(self, weights: Sequence[Any], last_update: Any = None) -> tuple[Point, ...]:
         """Returns the evaluation points; the last one is at theta if any is."""
         del last_update
         return (Point(1.0, tuple(weights)),)
@@ -74,7 +74,7 @@ class TwoPointQuery(GradientQuery):
         """Whether the look-ahead is evaluated at all."""
         return self.weight != 0.0
 
-    def points(self, weights, last_update=None) -> tuple[Point, ...]:
+    def points(self, weights, last_update: Any = None) -> tuple[Point, ...]:
         """Returns the look-ahead (if a != 0), then theta (if a != 1)."""
         a, weights = self.weight, tuple(weights)
         points = ()

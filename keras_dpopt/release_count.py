@@ -1,13 +1,25 @@
 """The count of an optimizer's releases, and their limit."""
 
+import dataclasses
 from typing import Any
 
-from keras_dpopt.optimizer_state import scalar_variable
+import keras
+
+from keras_dpopt.types import MixIn
 
 NO_LIMIT = 2**62
 
 
-class ReleaseCount:
+@dataclasses.dataclass
+class _Counters:
+    """A plain object, so that no checkpoint finds the variables and turns them back."""
+
+    count: Any
+    limit: Any
+    skipped: int = 0
+
+
+class ReleaseCount(MixIn):
     """Part of the private optimizers: counts releases and holds the step limit.
 
     The count is the number of the next release, for which the noise is drawn. It only
@@ -15,31 +27,52 @@ class ReleaseCount:
     """
 
     def _make_release_count(self) -> None:
-        self._release_count = scalar_variable(self, "release_count", 0, "int64")
-        self._step_limit = scalar_variable(self, "step_limit", NO_LIMIT, "int64")
+        self._counters = _Counters(
+            _variable("release_count", 0), _variable("step_limit", NO_LIMIT)
+        )
 
     @property
     def release_count(self) -> Any:
         """int64 scalar variable: the number of the next release."""
-        return self._release_count
+        return self._counters.count
 
     @property
     def step_limit(self) -> Any:
         """int64 scalar variable: the limit."""
-        return self._step_limit
+        return self._counters.limit
 
     def releases(self) -> int:
         """Returns the release count, on the host."""
-        return int(self._release_count.numpy())
+        return int(self.release_count.numpy())
+
+    def releases_made(self) -> int:
+        """Returns how many releases were made here; skipped numbers do not count."""
+        return self.releases() - self._counters.skipped
+
+    def set_releases(self, count: int) -> None:
+        """Sets the release count, for a run that goes on under the keys of a backup."""
+        self._counters.skipped += count - self.releases()
+        self.release_count.assign(count)
 
     def skip_releases(self, count: int) -> None:
         """Moves the release count up to `count`; it never goes down."""
-        self._release_count.assign(max(self.releases(), count))
+        self.set_releases(max(self.releases(), count))
 
     def limit_releases(self, left: int) -> None:
         """Allows `left` more releases."""
-        self._step_limit.assign(min(self.releases() + left, NO_LIMIT))
+        self.step_limit.assign(min(self.releases() + left, NO_LIMIT))
 
     def at_limit(self) -> bool:
         """Whether no further release is allowed."""
-        return self.releases() >= int(self._step_limit.numpy())
+        return self.releases() >= int(self.step_limit.numpy())
+
+
+def _variable(name: str, value: int) -> keras.Variable:
+    return keras.Variable(
+        keras.initializers.Constant(value),
+        shape=(),
+        dtype="int64",
+        trainable=False,
+        aggregation="only_first_replica",
+        name=name,
+    )

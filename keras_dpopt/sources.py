@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dpopt import accounting, data, keras_compat
+from keras_dpopt import accounting, arguments, data, keras_compat
 from keras_dpopt.ledger import Phase
 
 
@@ -20,6 +20,8 @@ class Source:
             of the release that its first batch is for.
         adapter: Keras' data adapter, for its hooks at the ends of epochs; or `None`.
         rows: The rows drawn from; or `None`.
+        validation_data: What was held out of the arrays; or `None`.
+        notes: Sentences for the ledger.
     """
 
     batches: tf.data.Dataset
@@ -27,21 +29,49 @@ class Source:
     start: tf.Variable
     adapter: Any = None
     rows: data.Rows | None = None
+    validation_data: Any = None
+    notes: tuple[str, ...] = ()
 
 
-def drawn(optimizer, rows, sampler, steps, preprocess=None) -> Source:
-    """Batches that `sampler` draws from rows in memory.
+def drawn(
+    optimizer,
+    preprocess,
+    arrays,
+    *,
+    batch_size,
+    class_weight,
+    held_out,
+    sampler,
+    steps_per_epoch,
+    refused,
+) -> Source:
+    """Batches that a sampler draws from rows in memory.
 
     Args:
-        optimizer: The private optimizer; its batch size is resolved.
-        rows: `data.Rows`.
-        sampler: A sampler, or `None` for the one that the mechanism is accounted for.
-        steps: Steps in an epoch, or `None` for ceil(N / batch size).
+        optimizer: The private optimizer.
         preprocess: Of a model with a preprocessor, or `None`.
+        arrays: `(x, y, sample_weight)`, as given to `fit`.
+        batch_size: As given to `fit`.
+        class_weight: As given to `fit`.
+        held_out: `validation_split` of `fit`.
+        sampler: A sampler, or `None` for the one that the mechanism is accounted for.
+        steps_per_epoch: Or `None` for ceil(N / batch size).
+        refused: Arguments of `fit` that do not go with arrays.
     """
-    batch_size = optimizer.expected_batch_size
+    arguments.refuse("arrays", **refused)
+    validation_data, notes = None, ()
+    if held_out:
+        arrays, validation_data = keras_compat.train_validation_split(arrays, held_out)
+        notes = (
+            f"validation_split={held_out} held rows back; they are not protected.",
+        )
+    x, y, sample_weight = arrays
+    rows = data.rows_in_memory(
+        x, y, sample_weight, class_weight, preprocess is not None
+    )
+    batch_size = optimizer.resolve_batch_size(batch_size)
     sampler = sampler or optimizer.mechanism.sampler
-    steps = steps or accounting.steps_per_epoch(rows.size, batch_size)
+    steps = steps_per_epoch or accounting.steps_per_epoch(rows.size, batch_size)
     start = _start()
 
     def draw(step):
@@ -51,23 +81,37 @@ def drawn(optimizer, rows, sampler, steps, preprocess=None) -> Source:
 
     batches = data.drawn_batches(rows, draw, start, steps, preprocess)
     phase = _phase(optimizer, sampling=sampler.kind, train_size=rows.size)
-    return Source(batches, phase, start, rows=rows)
+    return Source(batches, phase, start, None, rows, validation_data, notes)
 
 
 def given(
-    optimizer, x, class_weight, once_per_epoch, assume, train_size, preprocess=None
+    optimizer,
+    preprocess,
+    x,
+    *,
+    class_weight,
+    steps_per_epoch,
+    once_per_epoch,
+    assume,
+    train_size,
+    refused,
 ) -> Source:
     """Batches that the caller made; every record may be in each of them.
 
     Args:
-        optimizer: The private optimizer; its batch size is resolved.
+        optimizer: The private optimizer.
+        preprocess: Of a model with a preprocessor, or `None`.
         x: `tf.data.Dataset`, `PyDataset`, generator or loader.
-        class_weight: As in Keras.
+        class_weight: As given to `fit`.
+        steps_per_epoch: As given to `fit`.
         once_per_epoch: The caller's word that no record comes twice in an epoch.
         assume: "poisson" is the caller's word that batches are Poisson samples.
         train_size: N, or `None`.
-        preprocess: Of a model with a preprocessor, or `None`.
+        refused: Arguments of `fit` that do not go with a data set.
     """
+    arguments.refuse("a data set", **refused)
+    arguments.check_assumptions(assume, train_size, once_per_epoch, steps_per_epoch)
+    optimizer.resolve_batch_size(None)
     adapter = keras_compat.data_adapter(x, class_weight)
     start = _start()
     batches = data.given_batches(adapter.get_tf_dataset(), start, preprocess)
@@ -78,7 +122,7 @@ def given(
         once_per_epoch=once_per_epoch,
         assume=assume,
     )
-    return Source(batches, phase, start, adapter=adapter)
+    return Source(batches, phase, start, adapter)
 
 
 def single(optimizer) -> Phase:

@@ -6,23 +6,18 @@ replaces Keras', and everything else stays Keras' own.
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_dpopt import arguments, data, keras_compat, sources, statement
-from keras_dpopt.dp_optimizer import DPOptimizer
-from keras_dpopt.engines import select
+from keras_dpopt.dp_optimizer import check_private_optimizer
 from keras_dpopt.fit_run import FitRun
 from keras_dpopt.model_ledger import ModelLedger
 from keras_dpopt.private_step import PrivateStep
-
-# Memory that the record gradients of one microbatch may take where the user leaves
-# `microbatch_size` to us, and the size above which more records gain no speed.
-_MICROBATCH_BYTES = 2**28
-_LARGEST_MICROBATCH = 128
+from keras_dpopt.saving import PrivateSaving
+from keras_dpopt.types import UnsupportedModelError
 
 
-class PrivateTraining:
+class PrivateTraining(PrivateSaving):
     """Makes a Keras model train with differential privacy, and in no other way."""
 
     def __init__(self, *args, **kwargs):
@@ -35,7 +30,7 @@ class PrivateTraining:
 
     def compile(
         self,
-        optimizer=None,
+        optimizer: Any = None,
         loss=None,
         loss_weights=None,
         metrics=None,
@@ -65,7 +60,7 @@ class PrivateTraining:
                 asked of one that cannot.
         """
         del auto_scale_loss
-        _check_optimizer(optimizer)
+        check_private_optimizer(optimizer)
         if jit_compile is True and not optimizer.mechanism.supports_jit:
             raise ValueError(
                 "A dp_sum_query draws its own noise and cannot run under XLA. Leave "
@@ -83,21 +78,9 @@ class PrivateTraining:
             jit_compile=jit_compile,
             auto_scale_loss=False,
         )
+        self._compiled_optimizer = optimizer
         self._jit_microbatch = jit_compile is True and not run_eagerly
         self.private_step = None
-
-    def get_compile_config(self):
-        """Returns the configuration of `compile`."""
-        config = super().get_compile_config()
-        if config:
-            config["jit_compile"] = self._jit_microbatch or "auto"
-        return config
-
-    def compile_from_config(self, config):
-        """Compiles from a saved configuration; Keras skips this for custom models."""
-        self.compile(**keras.saving.deserialize_keras_object(config))
-        if self.built:
-            self.optimizer.build(self.trainable_variables)
 
     # --- fit -------------------------------------------------------------------------
 
@@ -174,61 +157,51 @@ class PrivateTraining:
         )
         optimizer, preprocess = self.optimizer, self._preprocess()
         if keras_compat.is_data_set(x):
-            arguments.refuse(
-                "a data set",
-                y=y,
-                sample_weight=sample_weight,
-                batch_size=batch_size,
-                validation_split=validation_split,
-                sampler=sampler,
-            )
-            arguments.check_assumptions(
-                assume, train_size, once_per_epoch, steps_per_epoch
-            )
-            optimizer.resolve_batch_size(None)
             source = sources.given(
                 optimizer,
-                x,
-                class_weight,
-                once_per_epoch,
-                assume,
-                train_size,
                 preprocess,
-            )
-        else:
-            arguments.refuse(
-                "arrays",
-                shuffle=not shuffle,
+                x,
+                class_weight=class_weight,
+                steps_per_epoch=steps_per_epoch,
                 once_per_epoch=once_per_epoch,
                 assume=assume,
                 train_size=train_size,
+                refused={
+                    "y": y,
+                    "sample_weight": sample_weight,
+                    "batch_size": batch_size,
+                    "validation_split": validation_split,
+                    "sampler": sampler,
+                },
             )
-            if validation_split and validation_data is None:
-                (x, y, sample_weight), validation_data = (
-                    keras_compat.train_validation_split(
-                        (x, y, sample_weight), validation_split
-                    )
-                )
-                notes.append(
-                    f"validation_split={validation_split} held rows back; they are not "
-                    "protected."
-                )
-            optimizer.resolve_batch_size(batch_size)
-            rows = data.rows_in_memory(
-                x, y, sample_weight, class_weight, preprocess is not None
-            )
+        else:
             source = sources.drawn(
-                optimizer, rows, sampler, steps_per_epoch, preprocess
+                optimizer,
+                preprocess,
+                (x, y, sample_weight),
+                batch_size=batch_size,
+                class_weight=class_weight,
+                held_out=0.0 if validation_data is not None else validation_split,
+                sampler=sampler,
+                steps_per_epoch=steps_per_epoch,
+                refused={
+                    "shuffle": not shuffle,
+                    "once_per_epoch": once_per_epoch,
+                    "assume": assume,
+                    "train_size": train_size,
+                },
             )
-            steps_per_epoch = None  # the data set of an epoch has as many batches
+            steps_per_epoch = None  # the data set has as many batches an epoch
+        if validation_data is None:
+            validation_data = source.validation_data
         size = self._prepare(source.batches.element_spec["rows"])
         if preprocess is not None and validation_data is not None:
             validation_data = data.preprocessed_batches(
                 validation_data, validation_batch_size or 32, preprocess
             )
-            validation_batch_size = None
+            validation_batch_size = batch_size = None
         batches = source.batches.map(lambda batch: data.in_microbatches(batch, size))
-        for note in notes:
+        for note in [*notes, *source.notes]:
             self.privacy_ledger.ledger.note(note)
         self.privacy_ledger.begin_phase(source.phase, optimizer)
         self.fit_run = FitRun(source)
@@ -248,8 +221,8 @@ class PrivateTraining:
             )
         finally:
             self.fit_run = None
+            self._initial_epoch = None  # BackupAndRestore may have set it
             self.privacy_ledger.close_phase()
-            self.privacy_ledger.remember_weights()
 
     def train_on_batch(
         self, x, y=None, sample_weight=None, class_weight=None, return_dict=False
@@ -281,7 +254,6 @@ class PrivateTraining:
             logs = self.train_function(iter([data.in_microbatches(batch, size)]))
         finally:
             ledger.close_phase()
-            ledger.remember_weights()
         logs = keras_compat.pythonify_logs(logs)
         return logs if return_dict else self._flatten_metrics_in_order(logs)
 
@@ -289,8 +261,9 @@ class PrivateTraining:
 
     def train_step(self, data):
         """Does one private step (see `private_step.py`); Keras calls it."""
-        _check_optimizer(self.optimizer)
-        if self.private_step is None or not isinstance(data, dict):
+        check_private_optimizer(self.optimizer)
+        is_logical_batch = isinstance(data, dict) and "count" in data
+        if self.private_step is None or not is_logical_batch:
             raise RuntimeError(
                 "train_step of a private model takes batches that `fit` has prepared. "
                 "Call `fit` or `train_on_batch`."
@@ -336,16 +309,9 @@ class PrivateTraining:
             )
         if self.private_step is None:
             step = PrivateStep(self, self._jit_microbatch, self.run_eagerly)
-            specs = tf.nest.map_structure(
-                lambda s: tf.TensorSpec(s.shape[1:], s.dtype), row_specs
-            )
-            step.engine = select(
-                self.optimizer.gradient_engine,
-                lambda engine: step.try_engine(engine, specs),
-                self.name,
-            )
+            step.choose_engine(row_specs)
             self.private_step = step
-        return self.optimizer.microbatch_size or _microbatch_size(
+        return self.optimizer.microbatch_size or data.microbatch_size(
             self.count_params(), self.optimizer.expected_batch_size
         )
 
@@ -355,7 +321,23 @@ class PrivateTraining:
                 "The model is not compiled. Call `compile(optimizer=..., loss=...)` "
                 "with a private optimizer first."
             )
-        _check_optimizer(self.optimizer)
+        check_private_optimizer(self.optimizer)
+        if type(self).train_step is not PrivateTraining.train_step:
+            raise UnsupportedModelError(
+                f"{type(self).__name__} has its own train_step, which would take the "
+                "place of the private one. Remove it, and keep to `call`, "
+                "`compute_loss` on a batch of one, and metrics."
+            )
+        if self.optimizer is not self._compiled_optimizer:
+            raise ValueError(
+                "The model's optimizer is not the one it was compiled with, whose "
+                "steps would go uncounted. Compile the model with the new one."
+            )
+        if self.distribute_strategy.num_replicas_in_sync > 1:
+            raise ValueError(
+                "Each replica would draw and add noise of its own. Train on one "
+                "replica until this library supports tf.distribute."
+            )
 
     # --- privacy ---------------------------------------------------------------------
 
@@ -372,20 +354,3 @@ class PrivateTraining:
         return statement.privacy_statement(
             self.privacy_ledger.sync(), delta, accountant
         )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if isinstance(optimizer, DPOptimizer):
-        return
-    name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
-    raise ValueError(
-        f"A private model trains with a private optimizer only, got {name!r}, which "
-        "neither clips nor noises. Compile with, say, "
-        "`keras_dpopt.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.1)`."
-    )
-
-
-def _microbatch_size(parameters: int, batch_size: int) -> int:
-    """Records a microbatch may hold: by memory, and not far above a small batch."""
-    by_memory = max(1, _MICROBATCH_BYTES // (4 * max(1, parameters)))
-    return min(by_memory, _LARGEST_MICROBATCH, max(1, batch_size))

@@ -8,6 +8,10 @@ leaves the step. A `PrivatizedGradient` is below it, and only a mechanism can ma
 import dataclasses
 from typing import Any
 
+# What a mix-in for a Keras class derives from: nothing, which a type checker takes for
+# anything, because the Keras class that comes behind it has the attributes it uses.
+MixIn: Any = object
+
 # Only `mechanisms.py` passes this object on. A flag could be left open by an exception
 # in the middle of a trace; a value that must be at hand to construct the type cannot.
 MECHANISM_TOKEN = object()

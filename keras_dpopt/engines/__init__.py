@@ -17,6 +17,7 @@ ENGINES = {engine.name: engine for engine in (VectorizedEngine(), LoopEngine())}
 
 # What TensorFlow raises where it cannot vectorize an operation.
 _CANNOT = (
+    AttributeError,
     NotImplementedError,
     TypeError,
     tf.errors.InvalidArgumentError,

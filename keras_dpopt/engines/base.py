@@ -62,7 +62,7 @@ def clipped_record(problem: GradientProblem, record, seeds):
     Returns:
         `(preprocessed record, outputs)` without a batch axis.
     """
-    total = None
+    total: list = []
     for point in problem.points:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(point.weights)
@@ -78,9 +78,9 @@ def clipped_record(problem: GradientProblem, record, seeds):
         if point.coefficient != 1.0:
             gradients = [point.coefficient * g for g in gradients]
         total = (
-            gradients
-            if total is None
-            else [a + b for a, b in zip(total, gradients, strict=True)]
+            [a + b for a, b in zip(total, gradients, strict=True)]
+            if total
+            else gradients
         )
     drop_batch = lambda t: t[0]  # noqa: E731
     return problem.preprocess(tuple(total)), {

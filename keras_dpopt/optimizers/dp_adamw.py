@@ -52,7 +52,11 @@ class DPAdamW(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
+            # All four slots: what is filled here is no argument of the class.
+            query=None,
+            filter=None,
             rule=update_rules.Adam(beta_1, beta_2, epsilon),
+            noise_correction=None,
             weight_decay=weight_decay,
             **kwargs,
         )

@@ -45,7 +45,11 @@ class DPSGD(DPOptimizer):
     def __init__(self, learning_rate=0.01, *, momentum=0.0, nesterov=False, **kwargs):
         super().__init__(
             learning_rate,
+            # All four slots: what is filled here is no argument of the class.
+            query=None,
+            filter=None,
             rule=update_rules.SGD(momentum, nesterov),
+            noise_correction=None,
             **kwargs,
         )
 

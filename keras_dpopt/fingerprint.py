@@ -1,0 +1,81 @@
+"""Whether a run can be repeated exactly, and what it hangs on besides its state."""
+
+import dataclasses
+import hashlib
+import json
+import platform
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_dpopt import keras_compat
+
+_LIBRARIES = ("keras", "keras_dpopt", "keras_hub")
+
+
+def of_run(model: Any) -> str | None:
+    """Returns a digest of all that a step depends on besides state, key and number.
+
+    That is the data, the configuration of model, loss and optimizer, the sampling, and
+    the machine.
+
+    Args:
+        model: A private model in `fit`.
+
+    Returns:
+        A hexadecimal digest; or `None` where a step cannot be made twice alike, or
+        nobody can tell: without op determinism, with batches or noise that are not
+        drawn here, or with code that is not a library's and may have changed.
+    """
+    source, optimizer = model.fit_run.source, model.optimizer
+    if (
+        source.rows is None
+        or model._preprocess() is not None
+        or not optimizer.mechanism.supports_jit
+        or not keras_compat.is_op_determinism_enabled()
+    ):
+        return None
+    try:
+        configuration = keras.saving.serialize_keras_object(model)
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+    if not _is_library_code(configuration):
+        return None
+    known = {
+        "model": configuration,
+        "compile": model.get_compile_config(),
+        "phase": dataclasses.asdict(source.phase) | {"seeded": None},
+        "batch": optimizer.expected_batch_size,
+        "engine": model.private_step.engine.name,
+        "versions": [tf.__version__, keras.__version__, platform.machine()],
+        "devices": [device.name for device in tf.config.list_logical_devices()],
+        "floatx": keras.config.floatx(),
+    }
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(known, sort_keys=True, default=str).encode())
+    for leaf in tf.nest.flatten(source.rows.values):
+        array = np.ascontiguousarray(leaf)
+        digest.update(repr((array.shape, array.dtype)).encode())
+        is_text = array.dtype.kind in "OSU"
+        digest.update(repr(array.tolist()).encode() if is_text else array.data)
+    return digest.hexdigest()
+
+
+def _is_library_code(config: Any) -> bool:
+    """Whether a configuration names nothing but what the libraries have."""
+    if isinstance(config, dict):
+        name = config.get("class_name")
+        if isinstance(name, str) and "config" in config:
+            module = str(config.get("module")).split(".")[0]
+            if name == "__lambda__" or not (
+                name.startswith("__") or module in _LIBRARIES
+            ):
+                return False
+        return all(map(_is_library_code, config.values()))
+    if isinstance(config, list | tuple):
+        return all(map(_is_library_code, config))
+    if isinstance(config, str) and ">" in config:
+        return config.split(">")[0] in _LIBRARIES
+    return not callable(config)

@@ -1,0 +1,58 @@
+"""The public names: what `import keras_dpopt` offers, and nothing by accident."""
+
+import inspect
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import keras_dpopt
+
+PUBLIC = {
+    "BackupAndRestore",
+    "DPAdam",
+    "DPAdamW",
+    "DPModel",
+    "DPSGD",
+    "DPSequential",
+    "FiBeR",
+    "FixedSizeSampler",
+    "PoissonSampler",
+    "PrivacyBudget",
+    "PrivacyStatement",
+    "PrivateModel",
+    "UnsupportedModelError",
+    "epsilon",
+    "make_private",
+    "noise_multiplier",
+}
+
+
+def test_public_names_are_the_listed_ones():
+    assert set(keras_dpopt.__all__) == PUBLIC
+    assert keras_dpopt.__all__ == sorted(keras_dpopt.__all__, key=str)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_public_names_say_what_they_are(name):
+    documented = inspect.getdoc(getattr(keras_dpopt, name))
+    assert documented
+    if name not in ("UnsupportedModelError", "PrivateModel"):
+        assert ">>>" in documented or name == "PrivacyStatement", "no example"
+
+
+def test_import_leaves_the_keras_2_half_of_tf_privacy_alone():
+    code = (
+        "import sys, keras_dpopt;"
+        "print([m for m in sys.modules if m.startswith('tensorflow_privacy.')"
+        " and ('v1' in m or 'optimizers' in m or 'estimators' in m)])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert out.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_package_is_typed():
+    assert (pathlib.Path(keras_dpopt.__file__).parent / "py.typed").exists()
