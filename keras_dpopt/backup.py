@@ -46,7 +46,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         100
     """
 
-    def __init__(self, backup_dir, save_freq="epoch", delete_checkpoint=True):
+    def __init__(
+        self, backup_dir, save_freq: str | int = "epoch", delete_checkpoint=True
+    ):
         super().__init__()
         if save_freq != "epoch" and (
             isinstance(save_freq, bool)
@@ -60,7 +62,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.backup_dir = pathlib.Path(backup_dir)
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
-        self._journal: Journal | None = None
+        self._journal: Any = None
         self._fingerprint: str | None = None
         self._metrics: list[np.ndarray] | None = None
         self._epoch = 0

@@ -46,9 +46,7 @@ def rows_in_memory(x, y, sample_weight, class_weight, preprocessed: bool) -> Row
             and lists as they are.
     """
     if preprocessed and class_weight is None:
-        x, y, sample_weight = (
-            _map_leaves(_as_tensor, part) for part in (x, y, sample_weight)
-        )
+        x, y, sample_weight = tensors((x, y, sample_weight))
     else:
         x, y, sample_weight = keras_compat.arrays_in_memory(
             x, y, sample_weight, class_weight
@@ -67,6 +65,11 @@ def rows_in_memory(x, y, sample_weight, class_weight, preprocessed: bool) -> Row
 def _record(x, y, sample_weight) -> dict[str, Any]:
     parts = {"x": x, "y": y, "sample_weight": sample_weight}
     return {name: part for name, part in parts.items() if part is not None}
+
+
+def tensors(arrays: tuple) -> tuple:
+    """Converts arrays, or lists of strings, for a model with a preprocessor."""
+    return _map_leaves(_as_tensor, arrays)
 
 
 def _map_leaves(fn, structure):

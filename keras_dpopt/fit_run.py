@@ -22,12 +22,16 @@ class FitRun(keras.callbacks.Callback):
         super().__init__()
         self.source = source
         self.applied_in_epoch = 0
+        self._is_first_epoch = True
         self.data_digest: str | None = None
 
     def on_epoch_begin(self, epoch, logs=None):
         """Tells the data set at which release the epoch begins."""
         del epoch, logs
         model: Any = self.model
+        if self._is_first_epoch:
+            model.privacy_ledger.limit_steps()
+            self._is_first_epoch = False
         if self.source.adapter is not None:
             self.source.adapter.on_epoch_begin()
         releases = model.optimizer.releases()

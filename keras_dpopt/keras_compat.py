@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import backend
 from keras.src.losses.loss import Loss
@@ -38,11 +39,6 @@ __all__ = [
 # --- data --------------------------------------------------------------------------
 
 
-def is_array_like(structure: Any) -> bool:
-    """Whether `fit` of Keras would treat `structure` as arrays in memory."""
-    return array_data_adapter.can_convert_arrays(structure)
-
-
 def arrays_in_memory(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> tuple:
     """Converts arrays, frames or tensors to NumPy as `fit` of Keras does.
 
@@ -52,16 +48,24 @@ def arrays_in_memory(x: Any, y: Any, sample_weight: Any, class_weight: Any) -> t
     sizes = [len(leaf) for leaf in keras.tree.flatten(x) if leaf is not None]
     size = max(sizes, default=0)
     if not size:
-        raise ValueError("There are no rows to train on. Pass arrays with rows as `x`.")
+        # An empty batch, of a caller who draws Poisson batches; the adapter has no
+        # batch of no rows.
+        if class_weight is not None:
+            sample_weight = np.ones(0)
+        return tuple(_empty_of_floatx(part) for part in (x, y, sample_weight))
     adapter = array_data_adapter.ArrayDataAdapter(
         x, y, sample_weight, class_weight=class_weight, batch_size=size
     )
     return unpack_x_y_sample_weight(next(iter(adapter.get_numpy_iterator())))
 
 
-def class_weight_to_sample_weights(y: Any, class_weight: dict) -> Any:
-    """Maps class weights to one weight a row."""
-    return data_adapter_utils.class_weight_to_sample_weights(y, class_weight)
+def _empty_of_floatx(structure: Any) -> Any:
+    def convert(leaf):
+        array = np.asarray(leaf)
+        is_float = array.dtype.kind == "f"
+        return array.astype(keras.config.floatx()) if is_float else array
+
+    return None if structure is None else keras.tree.map_structure(convert, structure)
 
 
 def unpack_x_y_sample_weight(element: Any) -> tuple:
@@ -176,6 +180,19 @@ def overridden_training(model: keras.Model) -> list[str]:
     """Returns the training methods that the model's class has of its own."""
     names = ("train_step", "compute_loss", "_compute_loss")
     return [n for n in names if getattr(type(model), n) is not getattr(keras.Model, n)]
+
+
+def steps_without_privacy(model: keras.Model) -> int:
+    """Returns how many steps plain models in `model` made by optimizers of their own.
+
+    Stands on `Model.optimizer`, an attribute from `compile` on.
+    """
+    optimizers = [
+        vars(layer).get("optimizer")
+        for layer in flat_layers(model)
+        if isinstance(layer, keras.Model) and not hasattr(layer, "privacy_ledger")
+    ]
+    return sum(int(o.iterations) for o in optimizers if o is not None)
 
 
 def overrides_compute_loss(model: keras.Model) -> bool:

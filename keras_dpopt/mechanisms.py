@@ -175,6 +175,12 @@ class ForeignMechanism:
                 f"{type(query).__name__}. Pass, say, a GaussianSumQuery, or leave it "
                 "out and give l2_norm_clip and noise_multiplier."
             )
+        if isinstance(query, tf_privacy.NormalizedQuery):
+            raise TypeError(
+                "dp_sum_query must return the sum, which the optimizer divides by its "
+                "expected batch size, and a NormalizedQuery has divided it already. "
+                "Pass the query inside."
+            )
         self._query = query
         # Read now, on the host; this also refuses an event that cannot be accounted.
         state = query.initial_global_state()

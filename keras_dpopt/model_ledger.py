@@ -22,6 +22,7 @@ _CHANGED = (
     "The weights were changed outside the private training step; whatever data that "
     "change came from is not covered."
 )
+_PUBLIC = "The weights were pretrained on data declared public."
 
 
 class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState):
@@ -50,8 +51,11 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
     def begin_phase(self, phase: Phase, optimizer: Any) -> None:
         """Opens a phase: from now on the optimizer's releases are its steps.
 
+        Whoever opens it calls `limit_steps` before the first step, to raise if a budget
+        is spent; the callbacks of a fit may set a larger one before.
+
         Raises:
-            RuntimeError: if a budget is set and already spent, or a phase is open.
+            RuntimeError: if a phase is open.
         """
         if self._optimizer is not None:
             raise RuntimeError(
@@ -68,11 +72,7 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         # last one drew: the count goes on where the ledger stands.
         optimizer.skip_releases(self.ledger.total_steps)
         self.ledger.begin(phase)
-        try:
-            self._open(optimizer)
-        except RuntimeError:
-            self._optimizer = None
-            raise
+        self._open(optimizer)
 
     def resume(
         self, text: str, phase: Phase, optimizer: Any, lost: int, repeated: int
@@ -99,12 +99,13 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         self.ledger.combine(saved)
         self.ledger.begin(phase, resume=True)
         self._open(optimizer, repeated)
+        self.limit_steps()
 
     def _open(self, optimizer: Any, repeated: int = 0) -> None:
         self._optimizer = optimizer
         self._first_release = optimizer.releases_made()
         self._steps_before = self.ledger.phases[-1].steps - repeated
-        self.limit_steps()
+        self._set_limit()
 
     def sync(self) -> Ledger:
         """Brings the ledger up to date with the model, and returns it."""
@@ -129,7 +130,7 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         return self._steps_before + made
 
     def close_phase(self) -> None:
-        """Ends the open phase, if there is one; the weights are as training left them."""
+        """Ends the open phase, if there is one; remembers the weights it left."""
         if self._optimizer is None:
             return
         self._count()
@@ -137,6 +138,10 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         self._optimizer.limit_releases(0)
         self._optimizer = None
         self.adopt()
+        self.remember_weights()
+
+    def remember_weights(self) -> None:
+        """Takes the weights as they are for what the ledger covers."""
         for variable in self._weights():
             setattr(variable, _DIGEST_TAG, _digest(variable))
 
@@ -166,6 +171,10 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         self._optimizer.limit_releases(left)
         return left
 
+    def note_public(self) -> None:
+        """Notes that whatever the weights were trained on before is public."""
+        self.ledger.note(_PUBLIC)
+
     def begin_epoch(self) -> None:
         """Counts an epoch, which matters where records come once an epoch."""
         self.sync().begin_epoch()
@@ -186,6 +195,11 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
 
     def _check_weights(self) -> None:
         """Notes it if anything but private training has changed the weights."""
+        model: Any = self._model()
+        if model is not None and _PUBLIC not in self.ledger.notes:
+            if keras_compat.steps_without_privacy(model):
+                self.ledger.note(_CHANGED)
+                return
         for variable in self._weights():
             owner = getattr(variable, _LEDGER_TAG, None)
             known = getattr(variable, _DIGEST_TAG, None)

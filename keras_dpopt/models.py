@@ -201,8 +201,7 @@ def make_private(
                 "training would replace. Derive the class from keras_dpopt.DPModel "
                 "and keep to `call` and `compute_loss` on a batch of one."
             )
-        optimizer = getattr(model, "optimizer", None)
-        steps = 0 if optimizer is None else int(optimizer.iterations)
+        steps = keras_compat.steps_without_privacy(model)
         if steps and not public_pretraining:
             raise ValueError(
                 f"The model has been trained without privacy ({steps} steps), and its "
@@ -210,9 +209,8 @@ def make_private(
                 "data is public, pass public_pretraining=True."
             )
     private = PrivateModel(model)
-    private.privacy_ledger.adopt()
     if public_pretraining:
-        private.privacy_ledger.ledger.note(
-            "The weights were pretrained on data declared public."
-        )
+        private.privacy_ledger.note_public()
+    private.privacy_ledger.sync()
+    private.privacy_ledger.remember_weights()
     return private

@@ -61,6 +61,8 @@ def drawn(
     arguments.refuse("arrays", **refused)
     validation_data, notes = None, ()
     if held_out:
+        if preprocess is not None:
+            arrays = data.tensors(arrays)  # Keras does not split strings
         arrays, validation_data = keras_compat.train_validation_split(arrays, held_out)
         notes = (
             f"validation_split={held_out} held rows back; they are not protected.",
@@ -69,9 +71,11 @@ def drawn(
     rows = data.rows_in_memory(
         x, y, sample_weight, class_weight, preprocess is not None
     )
-    batch_size = optimizer.resolve_batch_size(batch_size)
+    batch_size = arguments.resolve_batch_size(optimizer.expected_batch_size, batch_size)
+    epoch = accounting.steps_per_epoch(rows.size, batch_size)  # refuses more than N
+    optimizer.resolve_batch_size(batch_size)
     sampler = sampler or optimizer.mechanism.sampler
-    steps = steps_per_epoch or accounting.steps_per_epoch(rows.size, batch_size)
+    steps = steps_per_epoch or epoch
     start = _start()
 
     def draw(step):

@@ -10,9 +10,15 @@ from typing import Any
 
 sys.skip_tf_privacy_import = True  # type: ignore[attr-defined]
 
-from tensorflow_privacy.privacy.dp_query import dp_query as _dp_query  # noqa: E402
+from tensorflow_privacy.privacy.dp_query import (  # noqa: E402
+    dp_query as _dp_query,
+)
+from tensorflow_privacy.privacy.dp_query import (  # noqa: E402
+    normalized_query as _normalized_query,
+)
 
 SumAggregationDPQuery = _dp_query.SumAggregationDPQuery
+NormalizedQuery = _normalized_query.NormalizedQuery
 
 
 def noise_stddev(global_state: Any) -> Any:

@@ -247,10 +247,11 @@ class PrivateTraining(PrivateSaving):
             )
         )
         ledger.begin_phase(sources.single(optimizer), optimizer)
-        batch["step"] = tf.constant(optimizer.releases(), tf.int64)
-        self.make_train_function()
-        self.reset_metrics()
         try:
+            ledger.limit_steps()
+            batch["step"] = tf.constant(optimizer.releases(), tf.int64)
+            self.make_train_function()
+            self.reset_metrics()
             logs = self.train_function(iter([data.in_microbatches(batch, size)]))
         finally:
             ledger.close_phase()
@@ -306,6 +307,13 @@ class PrivateTraining(PrivateSaving):
             raise ValueError(
                 "The model's trainable variables are not those that the optimizer was "
                 "built for. Compile the model again, with a new optimizer."
+            )
+        wide = [w for w in self.trainable_variables if w.dtype != "float32"]
+        if wide:
+            raise ValueError(
+                f"Weights of dtype {wide[0].dtype} do not train privately: sums, noise "
+                "and state are float32. Use the dtype policy float32, mixed_float16 or "
+                "mixed_bfloat16."
             )
         if self.private_step is None:
             step = PrivateStep(self, self._jit_microbatch, self.run_eagerly)

@@ -37,9 +37,9 @@ def replay(path):
 
     def model(seed=None, **arguments):
         keras.utils.clear_session()  # names count up within a process
-        return runs.model(runs.fiber(seed=seed, **arguments), dropout=0.2)
+        return runs.model(runs.fiber(seed=seed, **arguments))
 
-    def fit(made, directory, *callbacks, data=0, save_freq=1, **arguments):
+    def fit(made, directory, *callbacks, data=0, save_freq: str | int = 1, **arguments):
         backup = keras_dpopt.BackupAndRestore(directory / "backup", save_freq)
         callbacks = [backup, *callbacks]
         runs.fit(made, data, epochs=EPOCHS, callbacks=callbacks, **arguments)
@@ -72,7 +72,7 @@ def replay(path):
     forks(model(learning_rate=0.001), kept[1])
     forks(model(microbatch_size=2), kept[2])
     keras.utils.clear_session()
-    forks(runs.model(runs.fiber(), dropout=0.3), kept[3])
+    forks(runs.model(runs.fiber(), activation="relu"), kept[3])
 
     # Interrupted in the replay: what was lost first still counts, once.
     with contextlib.suppress(runs.Interrupted):

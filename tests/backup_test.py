@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import sys
+from typing import Any
 
 import keras
 import numpy as np
@@ -15,8 +16,6 @@ import runs
 import tensorflow as tf
 
 import keras_dpopt
-from keras_dpopt import fingerprint
-from keras_dpopt.journal import Journal
 
 EPOCHS = 3
 
@@ -201,7 +200,7 @@ def test_a_budget_holds_after_a_resumption_in_either_order(tmp_path):
         assert resumed.privacy_ledger.sync().epsilon(1e-5) <= 1.0
 
 
-# ------------------------------------------------------------------ the caller's batches
+# ---------------------------------------------------------------- the caller's batches
 
 
 def test_the_callers_batches_resume_and_epochs_count_conservatively(tmp_path):
@@ -299,9 +298,7 @@ def test_a_backup_of_another_model_is_refused(tmp_path, other):
     before = wrong.get_weights()
     y = np.zeros((runs.N, 3)) if other != "optimizer" else runs.data()[1]
     with pytest.raises(ValueError, match="another model"):
-        wrong.fit(
-            runs.data()[0], y, batch_size=10, verbose=0, callbacks=[_backup(tmp_path)]
-        )
+        wrong.fit(runs.data()[0], y, batch_size=10, callbacks=[_backup(tmp_path)])
     assert all(map(np.array_equal, wrong.get_weights(), before))
 
 
@@ -313,6 +310,7 @@ def test_a_backup_without_its_journal_is_refused(tmp_path):
 
 
 def test_arguments_and_plain_models_are_checked(tmp_path):
+    wrong: Any
     for wrong in (0, True, 1.5, "batch"):
         with pytest.raises(ValueError, match="save_freq"):
             keras_dpopt.BackupAndRestore(tmp_path, save_freq=wrong)
@@ -320,106 +318,6 @@ def test_arguments_and_plain_models_are_checked(tmp_path):
     plain.compile("sgd", "sparse_categorical_crossentropy")
     with pytest.raises(TypeError, match="private model"):
         runs.fit(plain, callbacks=[_backup(tmp_path)])
-
-
-# ------------------------------------------------------------------------- the journal
-
-
-def test_the_journal_tells_what_was_made_after_a_crash(tmp_path):
-    path = tmp_path / "journal"
-    journal = Journal(path)
-    journal.write_saved(10)
-    journal.write_steps(10, 14, digest=5)
-    journal.close()
-    with path.open("ab") as file:
-        file.write(b"s\0\0\0")  # a torn record: its step was not begun
-    journal = Journal(path)
-    assert (journal.made, journal.found, journal.digest_at(10)) == (14, 14, 5)
-    # In a replay, a save does not forget what is still to be repeated.
-    journal.write_steps(10, 12, digest=5)
-    journal.write_saved(12)
-    assert Journal(path).made == 14
-    assert Journal(path).may_replay
-
-
-def test_the_journal_forgets_steps_that_an_execution_did_not_make(tmp_path):
-    journal = Journal(tmp_path / "journal")
-    journal.write_steps(8, 12, digest=0)
-    journal.write_saved(10)  # the epoch ended within the execution
-    journal.close()
-    assert Journal(tmp_path / "journal").made == 10
-
-
-def test_steps_that_diverged_are_not_repeated_until_the_next_save(tmp_path):
-    journal = Journal(tmp_path / "journal")
-    journal.write_diverged()
-    assert not Journal(tmp_path / "journal").may_replay
-    journal = Journal(tmp_path / "journal")
-    journal.write_saved(3)
-    assert journal.may_replay
-
-
-def test_only_one_process_has_the_backup(tmp_path):
-    path = tmp_path / "journal"
-    journal = Journal(path)
-    code = f"""
-import fcntl, sys
-try:
-    file = open({str(path)!r}, "rb+")
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except BlockingIOError:
-    sys.exit(3)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 3
-    journal.close()
-    with subprocess.Popen(
-        [sys.executable, "-c", code + "print(flush=True); input()"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        other.stdout.readline()
-        with pytest.raises(RuntimeError, match="Another process"):
-            Journal(path)
-        other.communicate(b"\n")
-
-
-def test_a_journal_that_was_taken_over_writes_no_more(tmp_path):
-    journal = Journal(tmp_path / "journal")
-    Journal(tmp_path / "journal")
-    with pytest.raises(RuntimeError, match="taken over"):
-        journal.write_steps(0, 1, 0)
-
-
-# --------------------------------------------------------------------- the fingerprint
-
-
-def _no_library(y, y_pred):
-    return keras.ops.mean(y_pred, axis=-1)
-
-
-@pytest.mark.parametrize(
-    ("loss", "replayable"),
-    [
-        ("mse", True),
-        (keras.losses.MeanSquaredError(), True),
-        (_no_library, False),
-    ],
-)
-def test_only_the_libraries_own_code_can_be_repeated(loss, replayable):
-    model = runs.model(loss=loss, metrics=[])
-    config = keras.saving.serialize_keras_object(model)
-    assert fingerprint._is_library_code(config) == replayable
-
-
-def test_a_lambda_or_registered_class_cannot_be_repeated():
-    @keras.saving.register_keras_serializable("mine")
-    class Mine(keras.layers.Dense):
-        pass
-
-    for layer in (Mine(3), keras.layers.Lambda(lambda x: x)):
-        model = keras.Sequential([keras.Input((4,)), layer])
-        config = keras.saving.serialize_keras_object(model)
-        assert not fingerprint._is_library_code(config)
 
 
 def test_without_op_determinism_nothing_is_repeated(tmp_path):

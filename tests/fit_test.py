@@ -325,9 +325,7 @@ def test_several_outputs(form):
     weights = arrange(weight, 1 - weight)
     history = tiny.fit(model, X, y, batch_size=12, sample_weight=weights)
     logs = {name: values[0] for name, values in history.history.items()}
-    expected = model.evaluate(
-        X, y, sample_weight=weights, verbose=0, return_dict=True
-    )
+    expected = model.evaluate(X, y, sample_weight=weights, verbose=0, return_dict=True)
     assert logs == pytest.approx(expected, rel=1e-4)
 
 
@@ -407,9 +405,7 @@ def test_frozen_layers_stay_and_are_not_in_the_norm():
     before = model.layers[1].get_weights()
     tiny.fit(model, X[:1], Y[:1], batch_size=1)
     assert not tiny.moved(frozen, model.layers[0].get_weights())
-    change = [
-        b - a for a, b in zip(before, model.layers[1].get_weights(), strict=True)
-    ]
+    change = [b - a for a, b in zip(before, model.layers[1].get_weights(), strict=True)]
     norm = np.sqrt(sum(np.sum(c.astype("float64") ** 2) for c in change))
     assert norm == pytest.approx(clip * rate, rel=2e-3)
 

@@ -4,6 +4,8 @@ Each says what Keras does, independently of the library.
 """
 
 import inspect
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -77,11 +79,13 @@ def test_arrays_in_memory():
 
 
 def test_unpack_x_y_sample_weight():
-    unpack = keras_compat.unpack_x_y_sample_weight
-    assert unpack((1,)) == (1, None, None)
-    assert unpack((1, 2)) == (1, 2, None)
-    assert unpack((1, 2, 3)) == (1, 2, 3)
-    assert unpack({"a": 1}) == ({"a": 1}, None, None)
+    for element, expected in (
+        ((1,), (1, None, None)),
+        ((1, 2), (1, 2, None)),
+        ((1, 2, 3), (1, 2, 3)),
+        ({"a": 1}, ({"a": 1}, None, None)),
+    ):
+        assert keras_compat.unpack_x_y_sample_weight(element) == expected
 
 
 def test_train_validation_split():
@@ -275,6 +279,19 @@ def test_overridden_training():
     assert keras_compat.overridden_training(Both()) == ["train_step", "compute_loss"]
 
 
+def test_steps_without_privacy():
+    model = plain(loss="sparse_categorical_crossentropy")
+    whole = keras.Sequential([model, keras.layers.Dense(1)])
+    assert keras_compat.steps_without_privacy(whole) == 0
+    for _ in range(3):
+        model.train_on_batch(X, Y)
+    assert keras_compat.steps_without_privacy(model) == 3
+    assert keras_compat.steps_without_privacy(whole) == 3
+    private = tiny.classifier()
+    tiny.fit(private, X, Y, batch_size=4)
+    assert keras_compat.steps_without_privacy(private) == 0
+
+
 def test_overrides_compute_loss():
     class Own(keras_dpopt.DPModel):
         def compute_loss(self, *args, **kwargs):
@@ -288,11 +305,11 @@ def test_overrides_compute_loss():
 # --- compiled losses -----------------------------------------------------------------
 
 
-def built(loss="mse", **kwargs):
+def built(loss=("mse", "mse"), **kwargs):
     inputs = keras.Input((4,))
     outputs = [keras.layers.Dense(1)(inputs) for _ in range(2)]
     model = keras.Model(inputs, outputs)
-    model.compile("sgd", loss, **kwargs)
+    model.compile("sgd", list(loss), **kwargs)
     model.evaluate(X, (X[:, :1], X[:, 1:2]), verbose=0)
     return model
 
@@ -374,6 +391,27 @@ def test_optimizer_variables_of():
     optimizer.build(variables)
     known = keras_compat.optimizer_variables_of(optimizer)
     assert [id(v) for v in known] == [id(v) for v in variables]
+
+
+# --- TensorFlow ----------------------------------------------------------------------
+
+
+def test_eager_mode():
+    with tf.Graph().as_default(), keras_compat.eager_mode():
+        assert tf.executing_eagerly()
+        assert float(tf.constant(1.5).numpy()) == 1.5
+
+
+def test_is_op_determinism_enabled():
+    """In a process of its own: it cannot be turned off again for good."""
+    program = """
+import tensorflow as tf
+from keras_dpopt import keras_compat
+assert not keras_compat.is_op_determinism_enabled()
+tf.config.experimental.enable_op_determinism()
+assert keras_compat.is_op_determinism_enabled()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 # --- what the library relies on without touching it ----------------------------------

@@ -41,9 +41,7 @@ def change(model, x, y, **kwargs) -> list[np.ndarray]:
     """The change of the trainable weights by one exact step on all rows."""
     before = [w.numpy() for w in model.trainable_weights]
     tiny.fit(model, x, y, batch_size=6, **kwargs)
-    return [
-        w.numpy() - b for w, b in zip(model.trainable_weights, before, strict=True)
-    ]
+    return [w.numpy() - b for w, b in zip(model.trainable_weights, before, strict=True)]
 
 
 def keras_change(model, x, y, **kwargs) -> list[np.ndarray]:
@@ -271,7 +269,9 @@ EXTRA = {
     ],
     "kernel_regularizer": lambda: [
         keras.layers.Dense(
-            3, kernel_regularizer=keras.regularizers.L1L2(0.1, 0.3), bias_regularizer="l2"
+            3,
+            kernel_regularizer=keras.regularizers.L1L2(0.1, 0.3),
+            bias_regularizer="l2",
         )
     ],
     "all": lambda: [

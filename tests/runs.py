@@ -29,22 +29,24 @@ def fiber(**arguments) -> Any:
     return keras_dpopt.FiBeR(l2_norm_clip=1.0, noise_multiplier=1.0, **arguments)
 
 
-def layers(dropout: float = 0.0) -> list:
+def layers(dropout: float = 0.0, activation: str = "tanh") -> list:
     """Layers with the same initial weights each time."""
     init = [keras.initializers.GlorotUniform(seed=i) for i in range(2)]
     middle = [keras.layers.Dropout(dropout)] if dropout else []
     return [
-        keras.layers.Dense(5, activation="tanh", kernel_initializer=init[0]),
+        keras.layers.Dense(5, activation=activation, kernel_initializer=init[0]),
         *middle,
-        keras.layers.Dense(
-            CLASSES, activation="softmax", kernel_initializer=init[1]
-        ),
+        keras.layers.Dense(CLASSES, activation="softmax", kernel_initializer=init[1]),
     ]
 
 
-def model(optimizer=None, *, dropout: float = 0.0, **compile_arguments) -> Any:
+def model(
+    optimizer=None, *, dropout=0.0, activation="tanh", **compile_arguments
+) -> Any:
     """A compiled DPSequential."""
-    made = keras_dpopt.DPSequential([keras.Input((FEATURES,)), *layers(dropout)])
+    made = keras_dpopt.DPSequential(
+        [keras.Input((FEATURES,)), *layers(dropout, activation)]
+    )
     compile_arguments = {
         "loss": "sparse_categorical_crossentropy",
         "metrics": ["accuracy"],

@@ -5,12 +5,11 @@ import pathlib
 import sys
 
 import keras
-
-import keras_dpopt  # its import alone makes the files readable
-
-# ruff: noqa: E402
 import numpy as np
 import runs
+
+import keras_dpopt
+from keras_dpopt.dp_optimizer import DPOptimizer
 
 
 @keras.saving.register_keras_serializable("save_process")
@@ -108,7 +107,6 @@ def hub_task():
             hidden_dim=4,
             intermediate_dim=4,
             max_sequence_length=4,
-            # Without dropout, oneDNN crashes in the vectorized attention.
             dropout=0.1,
         ),
         preprocessor=keras_hub.models.BertTextClassifierPreprocessor(
@@ -117,7 +115,8 @@ def hub_task():
         num_classes=3,
         activation="softmax",
     )
-    return _compiled(keras_dpopt.make_private(task), runs.sgd(microbatch_size=10))
+    # The engine is not the point here, and tokens crash oneDNN in the vectorized one.
+    return _compiled(keras_dpopt.make_private(task), runs.sgd(gradient_engine="loop"))
 
 
 MODELS = {
@@ -167,7 +166,6 @@ def described(name, model):
                 "steps": model.privacy_ledger.sync().total_steps,
                 "epsilon": model.privacy_ledger.sync().epsilon(1e-5),
                 "notes": list(model.privacy_ledger.sync().notes),
-                "metrics": model.metrics_names,
             }
         )
     )
@@ -188,7 +186,7 @@ def check(folder):
         expected = json.loads((folder / f"{name}.json").read_text())
         found = described(name, model)
         assert found == expected, f"{name}: {found} is not {expected}"
-        assert isinstance(model.optimizer, keras_dpopt.dp_optimizer.DPOptimizer)
+        assert isinstance(model.optimizer, DPOptimizer)
         with np.load(folder / f"{name}.npz") as saved:
             for key, value in arrays(name, model).items():
                 exact = not key.startswith("predicted")

