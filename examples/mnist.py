@@ -45,8 +45,8 @@ def load_data():
         )
     except Exception as error:  # TFDS has many ways to say that it found nothing
         print(
-            f"TFDS has no {FLAGS.dataset} here ({type(error).__name__}); training on "
-            "scikit-learn's digits instead."
+            f"TFDS has no {FLAGS.dataset} here ({type(error).__name__}: "
+            f"{str(error).splitlines()[0][:80]}); training on scikit-learn's digits."
         )
         x, y = datasets.load_digits(return_X_y=True)
         x = (x / 16).astype("float32").reshape(-1, 8, 8, 1)

@@ -3,6 +3,7 @@
 from keras_dpopt.accounting import epsilon, noise_multiplier
 from keras_dpopt.backup import BackupAndRestore
 from keras_dpopt.callbacks import PrivacyBudget
+from keras_dpopt.dp_optimizer import DPOptimizer
 from keras_dpopt.models import DPModel, DPSequential, PrivateModel, make_private
 from keras_dpopt.optimizers import DPSGD, DPAdam, DPAdamW, FiBeR
 from keras_dpopt.sampling import FixedSizeSampler, PoissonSampler
@@ -16,6 +17,7 @@ __all__ = [
     "DPAdam",
     "DPAdamW",
     "DPModel",
+    "DPOptimizer",
     "DPSGD",
     "DPSequential",
     "FiBeR",

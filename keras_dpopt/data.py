@@ -69,7 +69,7 @@ def _record(x, y, sample_weight) -> dict[str, Any]:
 
 def tensors(arrays: tuple) -> tuple:
     """Converts arrays, or lists of strings, for a model with a preprocessor."""
-    return _map_leaves(_as_tensor, arrays)
+    return tuple(_map_leaves(_as_tensor, part) for part in arrays)
 
 
 def _map_leaves(fn, structure):
@@ -167,6 +167,12 @@ def preprocessed_batches(given, batch_size: int, preprocess) -> tf.data.Dataset:
         batch_size: Of the rows.
         preprocess: `(x, y, sample_weight) -> packed`.
     """
+    if keras_compat.is_data_set(given) and not isinstance(given, tf.data.Dataset):
+        raise TypeError(
+            "A model with a preprocessor takes arrays or a tf.data.Dataset for "
+            f"evaluation, got {type(given).__name__}. Convert it, or preprocess the "
+            "data before."
+        )
     if not isinstance(given, tf.data.Dataset):
         x, y, sample_weight = keras_compat.unpack_x_y_sample_weight(given)
         rows = rows_in_memory(x, y, sample_weight, None, preprocessed=True)

@@ -4,10 +4,11 @@ import tensorflow as tf
 
 
 def weights_digest(weights) -> tf.Tensor:
-    """Returns an int64 digest of weights that changes when any bit of them does.
+    """Returns an int64 digest of weights.
 
-    A sum of the bit patterns, each times an odd number of its position: it notices
-    assignments, and is no defence against an adversary.
+    A sum of the bit patterns, each times an odd number of its position. A change of one
+    weight always changes it, and changes of several cancel with a chance of about
+    2^-64: it notices assignments, and is no defence against an adversary.
     """
     total = tf.constant(0, tf.int64)
     for i, weight in enumerate(weights):

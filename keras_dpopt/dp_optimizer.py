@@ -115,7 +115,7 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
         self.keys = SecretKeys(arguments.check_seed(seed))
         self._fork_on_restore = ForkOnRestore(self.keys)
         self._expected_batch_size = scalar_variable(
-            self, "expected_batch_size", self._initial_batch_size or 0, "float32"
+            self, "expected_batch_size", self._initial_batch_size or 0, "int64"
         )
         self._make_release_count()
         self._state: Any = None  # an OptimizerState, once built
@@ -134,7 +134,7 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
             ValueError: if neither is there, or both and they differ.
         """
         resolved = arguments.resolve_batch_size(self.expected_batch_size, batch_size)
-        self._expected_batch_size.assign(float(resolved))
+        self._expected_batch_size.assign(resolved)
         return resolved
 
     def noise_multipliers(self) -> tuple[float, ...]:
@@ -176,7 +176,7 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
                 self.mechanism_state(),
                 self.keys.noise,
                 number,
-                tf.convert_to_tensor(self._expected_batch_size.value),
+                tf.cast(self._expected_batch_size.value, tf.float32),
             )
         tf.nest.map_structure(
             lambda v, new: v.assign(new), self._state.mechanism, new_state
@@ -286,6 +286,8 @@ class DPOptimizer(ReleaseCount, keras.optimizers.Optimizer):
                 stacklevel=2,
             )
             return
+        if self._initial_batch_size:
+            saved.pop("expected_batch_size", None)  # the constructor's word stands
         for name, value in saved.items():
             named[name].assign(value)
 

@@ -39,7 +39,8 @@ class FitRun(keras.callbacks.Callback):
         model.private_step.resume_step.assign(releases)
         if not self.applied_in_epoch:
             model.privacy_ledger.begin_epoch()
-        model.stop_training = model.optimizer.at_limit()
+        if model.optimizer.at_limit():
+            model.stop_training = True
         self.applied_in_epoch = 0
 
     def on_train_batch_end(self, batch, logs=None):
@@ -51,8 +52,16 @@ class FitRun(keras.callbacks.Callback):
             model.stop_training = True
 
     def on_epoch_end(self, epoch, logs=None):
-        """Passes the hook on to a `PyDataset`: Keras sees only what is made of it."""
+        """Ends the training if no further epoch fits; tells a `PyDataset` of the end.
+
+        Asked at the beginning of the next epoch, the budget would leave that epoch
+        without a step, and its metrics zero.
+        """
         del epoch, logs
+        model: Any = self.model
+        model.privacy_ledger.begin_epoch()
+        if model.optimizer.at_limit():
+            model.stop_training = True
         if self.source.adapter is not None:
             self.source.adapter.on_epoch_end()
 

@@ -86,9 +86,17 @@ def is_data_set(x: Any) -> bool:
     return module in ("grain", "torch") and not hasattr(x, "shape")
 
 
-def data_adapter(x: Any, class_weight: Any = None) -> Any:
-    """Returns Keras' adapter for a data set, `PyDataset`, generator or loader."""
-    return data_adapters.get_data_adapter(x, class_weight=class_weight)
+def data_adapter(x: Any, class_weight: Any = None, shuffle: bool = False) -> Any:
+    """Returns Keras' adapter for a data set, `PyDataset`, generator or loader.
+
+    `shuffle` is for a `PyDataset`, which Keras draws in random order; a `tf.data` set
+    has its own.
+    """
+    return data_adapters.get_data_adapter(
+        x,
+        class_weight=class_weight,
+        shuffle=shuffle and isinstance(x, keras.utils.PyDataset),
+    )
 
 
 # --- models ------------------------------------------------------------------------
@@ -218,27 +226,66 @@ def record_loss(compile_loss: Any, loss_fn: Callable) -> Callable:
     Stands on `CompileLoss._flat_losses`, a list of `(path, loss, weight, name)`, and on
     its `call`, which zips that list with the metrics.
     """
-    copied = object.__new__(type(compile_loss))  # copy.copy would pickle it
-    copied.__dict__.update(compile_loss.__dict__)
-    copied._flat_losses = [
+    flat_losses = [
         entry._replace(loss=functools.partial(loss_fn, entry.loss))
         for entry in compile_loss._flat_losses
     ]
-    copied._metrics = [_Inert() for _ in compile_loss._metrics]
+    inert = [_Inert() for _ in compile_loss._metrics]
+    return _copy_of(compile_loss, _flat_losses=flat_losses, _metrics=inert)
+
+
+def _copy_of(compile_loss: Any, **changed: Any) -> Any:
+    copied = object.__new__(type(compile_loss))  # copy.copy would pickle it
+    copied.__dict__.update(compile_loss.__dict__, **changed)
     return copied
 
 
+def compute_loss(model: keras.Model, x: Any, y: Any, y_pred: Any) -> Any:
+    """Calls a model's own `compute_loss` on one record, as Keras' `train_step` does.
+
+    Stands on `Trainer._compute_loss`. The trackers of the compiled loss stay out of it.
+    """
+    compiled = model._compile_loss
+    if compiled is not None:
+        inert = [_Inert() for _ in compiled._metrics]
+        model._compile_loss = _copy_of(compiled, _metrics=inert)
+    try:
+        return model._compute_loss(x, y, y_pred, None, training=True)
+    finally:
+        model._compile_loss = compiled
+
+
 def update_loss_trackers(
-    model: keras.Model, record_losses: Any, y: Any, y_pred: Any, sample_weight: Any
+    model: keras.Model,
+    record_losses: Any,
+    y: Any,
+    y_pred: Any,
+    sample_weight: Any,
+    count: Any,
 ) -> None:
-    """Feeds the loss of a batch of records to the trackers of the compiled loss.
+    """Feeds the loss of `count` records to the trackers of the compiled loss.
 
     Stands on `Model._loss_tracker`; and on `CompileLoss`, which has trackers of its own
-    where there are several outputs, and updates them when it is called.
+    where there are several outputs, and updates them when it is called. It weighs them
+    with the static batch size, which records of a microbatch do not have.
     """
     model._loss_tracker.update_state(record_losses)
-    if model._compile_loss is not None and model._compile_loss.metrics:
-        model._compile_loss(y, y_pred, sample_weight)
+    compiled = model._compile_loss
+    if compiled is not None and compiled.metrics:
+        trackers = [_Counted(metric, count) for metric in compiled._metrics]
+        _copy_of(compiled, _metrics=trackers)(y, y_pred, sample_weight)
+
+
+class _Counted:
+    """A metric that gets the number of records as its weight."""
+
+    def __init__(self, metric: Any, count: Any):
+        self._metric, self._count = metric, count
+
+    def update_state(self, value: Any, sample_weight: Any = None) -> None:
+        """Updates the metric."""
+        del sample_weight
+        self._metric.update_state(value, sample_weight=self._count)
 
 
 class _Inert:

@@ -98,7 +98,7 @@ class RecordLoss:
         if self._overrides_loss:
             # The user's own loss on a batch of one; Keras would divide its mean-type
             # reductions by the number of replicas.
-            value = self._model.compute_loss(x=x, y=y, y_pred=y_pred)
+            value = keras_compat.compute_loss(self._model, x, y, y_pred)
             if sample_weight is not None:
                 value *= ops.mean(sample_weight)
             return value

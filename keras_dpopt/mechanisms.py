@@ -201,6 +201,7 @@ class ForeignMechanism:
         record = self._query.preprocess_record(params, (tf.zeros(()),))
         zeros = tf.nest.map_structure(tf.zeros_like, record)
         _, _, event = self._query.get_noised_result(zeros, state)
+        _gaussians(event)  # refuses what could not be checked step by step
         return dp_events.noise_multipliers_of_event(event)
 
     def sample_params(self, state):

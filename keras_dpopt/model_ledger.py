@@ -196,10 +196,10 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
     def _check_weights(self) -> None:
         """Notes it if anything but private training has changed the weights."""
         model: Any = self._model()
-        if model is not None and _PUBLIC not in self.ledger.notes:
-            if keras_compat.steps_without_privacy(model):
-                self.ledger.note(_CHANGED)
-                return
+        public = model is None or _PUBLIC in self.ledger.notes
+        if not public and keras_compat.steps_without_privacy(model):
+            self.ledger.note(_CHANGED)
+            return
         for variable in self._weights():
             owner = getattr(variable, _LEDGER_TAG, None)
             known = getattr(variable, _DIGEST_TAG, None)

@@ -116,24 +116,70 @@ class PrivateModel(DPModel):
     def _preprocess(self):
         return getattr(self.base_model, "preprocess_samples", None)
 
-    def evaluate(self, x=None, y=None, batch_size=None, sample_weight=None, **kwargs):
-        """Evaluates, preprocessing as the model inside does."""
+    def evaluate(
+        self,
+        x=None,
+        y=None,
+        batch_size=None,
+        verbose="auto",
+        sample_weight=None,
+        steps=None,
+        callbacks=None,
+        return_dict=False,
+        **kwargs,
+    ):
+        """Evaluates as in Keras, preprocessing as the model inside does."""
         if self._preprocess() and not kwargs.get("_use_cached_eval_dataset"):
             x = self._preprocessed((x, y, sample_weight), batch_size)
             y = batch_size = sample_weight = None
         return super().evaluate(
-            x, y, batch_size=batch_size, sample_weight=sample_weight, **kwargs
+            x,
+            y,
+            batch_size=batch_size,
+            verbose=verbose,
+            sample_weight=sample_weight,
+            steps=steps,
+            callbacks=callbacks,
+            return_dict=return_dict,
+            **kwargs,
         )
 
-    def predict(self, x, batch_size=None, **kwargs):
-        """Predicts, preprocessing as the model inside does."""
+    def predict(self, x, batch_size=None, verbose="auto", steps=None, callbacks=None):
+        """Predicts as in Keras, preprocessing as the model inside does."""
         if self._preprocess():
             x, batch_size = self._preprocessed((x,), batch_size), None
-        return super().predict(x, batch_size=batch_size, **kwargs)
+        return super().predict(
+            x,
+            batch_size=batch_size,
+            verbose=verbose,
+            steps=steps,
+            callbacks=callbacks,
+        )
+
+    def test_on_batch(self, x, y=None, sample_weight=None, return_dict=False):
+        """Evaluates one batch as in Keras, preprocessing as the model inside does."""
+        if self._preprocess():
+            x, y, sample_weight = self._one_batch((x, y, sample_weight))
+        return super().test_on_batch(x, y, sample_weight, return_dict)
+
+    def predict_on_batch(self, x):
+        """Predicts one batch as in Keras, preprocessing as the model inside does."""
+        return super().predict_on_batch(self._one_batch((x,))[0])
 
     def _preprocessed(self, given, batch_size):
         given = given[0] if keras_compat.is_data_set(given[0]) else given
         return data.preprocessed_batches(given, batch_size or 32, self._preprocess())
+
+    def _one_batch(self, rows):
+        if not self._preprocess():
+            return rows
+        size = len(keras.tree.flatten(rows[0])[0])
+        batch = next(iter(self._preprocessed(rows, max(1, size))))
+        return keras_compat.unpack_x_y_sample_weight(batch)
+
+    def get_layer(self, name=None, index=None):
+        """Returns a layer of the model inside."""
+        return self.base_model.get_layer(name, index)
 
     def get_config(self):
         """Returns the configuration: that of the model inside."""

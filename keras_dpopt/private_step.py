@@ -42,6 +42,13 @@ class PrivateStep:
         self._model = model
         self._optimizer = model.optimizer
         self._trainable = list(model.trainable_variables)
+        wide = [w for w in self._trainable if w.dtype != "float32"]
+        if wide:
+            raise ValueError(
+                f"Weights of dtype {wide[0].dtype} do not train privately: sums, noise "
+                "and state are float32. Use the dtype policy float32, mixed_float16 or "
+                "mixed_bfloat16."
+            )
         self._seed_states = keras_compat.seed_states(model)
         seeds = {id(state) for state in self._seed_states}
         self._other = [v for v in model.non_trainable_variables if id(v) not in seeds]
@@ -91,7 +98,7 @@ class PrivateStep:
         """
 
         def zeros(spec):
-            shape = [4 if size is None else size for size in spec.shape]
+            shape = [32 if size is None else size for size in spec.shape]
             return tf.zeros([2, *shape], spec.dtype)
 
         rows = tf.nest.map_structure(zeros, row_specs)
@@ -175,7 +182,8 @@ class PrivateStep:
 
     def _loss_scale(self) -> float:
         # float16 gradients below 6e-8 vanish; 2^10 leaves room above as well.
-        float16 = self._model.compute_dtype == "float16"
+        layers = keras_compat.flat_layers(self._model)
+        float16 = any(layer.compute_dtype == "float16" for layer in layers)
         return 1024.0 if float16 else 1.0
 
     def _seeds(self, step, positions):
@@ -213,12 +221,22 @@ class PrivateStep:
         y_pred = tf.nest.pack_sequence_as(outputs["y_pred"], flat)
         y, sample_weight = rows.get("y"), rows.get("sample_weight")
         keras_compat.update_loss_trackers(
-            self._model, outputs["loss"] + penalty, y, y_pred, sample_weight
+            self._model, outputs["loss"] + penalty, y, y_pred, sample_weight, count
         )
         self._model.compute_metrics(rows["x"], y, y_pred, sample_weight=sample_weight)
 
     def _values(self, variables):
         return tuple(tf.convert_to_tensor(v.value) for v in variables)
+
+
+def refuse_own_step(model_class: type, base: Any) -> None:
+    """Refuses a subclass of a private model that has its own `train_step`."""
+    if getattr(model_class, "train_step", None) is not base.train_step:
+        raise UnsupportedModelError(
+            f"{model_class.__name__} has its own train_step, which would take the "
+            "place of the private one. Remove it, and keep to `call`, `compute_loss` "
+            "on a batch of one, and metrics."
+        )
 
 
 def _refuse_writes(graph: tf.Graph) -> None:

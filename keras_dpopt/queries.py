@@ -30,7 +30,9 @@ class GradientQuery:
 
     uses_last_update = False
 
-    def points(self, weights: Sequence[Any], last_update: Any = None) -> tuple[Point, ...]:
+    def points(
+        self, weights: Sequence[Any], last_update: Any = None
+    ) -> tuple[Point, ...]:
         """Returns the evaluation points; the last one is at theta if any is."""
         del last_update
         return (Point(1.0, tuple(weights)),)

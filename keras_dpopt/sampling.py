@@ -144,3 +144,17 @@ def _checked_sizes(train_size: int, batch_size: int) -> tuple[int, int]:
             "more data."
         )
     return train_size, batch_size
+
+
+def check_sampler(sampler: object) -> "PoissonSampler | FixedSizeSampler":
+    """Returns the sampler, or raises where its batches could not be accounted.
+
+    Only the samplers of this module are taken, not what calls itself one: the ledger
+    believes their `kind`.
+    """
+    if type(sampler) in (PoissonSampler, FixedSizeSampler):
+        return sampler  # type: ignore[return-value]
+    raise TypeError(
+        f"sampler={sampler!r} is not one whose batches can be accounted. Pass "
+        "PoissonSampler() or FixedSizeSampler()."
+    )

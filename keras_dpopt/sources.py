@@ -5,7 +5,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dpopt import accounting, arguments, data, keras_compat
+from keras_dpopt import (
+    accounting,
+    arguments,
+    data,
+    fit_arguments,
+    keras_compat,
+    sampling,
+)
 from keras_dpopt.ledger import Phase
 
 
@@ -58,7 +65,7 @@ def drawn(
         steps_per_epoch: Or `None` for ceil(N / batch size).
         refused: Arguments of `fit` that do not go with arrays.
     """
-    arguments.refuse("arrays", **refused)
+    fit_arguments.refuse("arrays", **refused)
     validation_data, notes = None, ()
     if held_out:
         if preprocess is not None:
@@ -74,7 +81,7 @@ def drawn(
     batch_size = arguments.resolve_batch_size(optimizer.expected_batch_size, batch_size)
     epoch = accounting.steps_per_epoch(rows.size, batch_size)  # refuses more than N
     optimizer.resolve_batch_size(batch_size)
-    sampler = sampler or optimizer.mechanism.sampler
+    sampler = sampling.check_sampler(sampler or optimizer.mechanism.sampler)
     steps = steps_per_epoch or epoch
     start = _start()
 
@@ -94,6 +101,7 @@ def given(
     x,
     *,
     class_weight,
+    shuffle,
     steps_per_epoch,
     once_per_epoch,
     assume,
@@ -107,16 +115,17 @@ def given(
         preprocess: Of a model with a preprocessor, or `None`.
         x: `tf.data.Dataset`, `PyDataset`, generator or loader.
         class_weight: As given to `fit`.
+        shuffle: As given to `fit`; for the order of a `PyDataset`.
         steps_per_epoch: As given to `fit`.
         once_per_epoch: The caller's word that no record comes twice in an epoch.
         assume: "poisson" is the caller's word that batches are Poisson samples.
         train_size: N, or `None`.
         refused: Arguments of `fit` that do not go with a data set.
     """
-    arguments.refuse("a data set", **refused)
-    arguments.check_assumptions(assume, train_size, once_per_epoch, steps_per_epoch)
+    fit_arguments.refuse("a data set", **refused)
+    fit_arguments.check_assumptions(assume, train_size, once_per_epoch, steps_per_epoch)
     optimizer.resolve_batch_size(None)
-    adapter = keras_compat.data_adapter(x, class_weight)
+    adapter = keras_compat.data_adapter(x, class_weight, shuffle)
     start = _start()
     batches = data.given_batches(adapter.get_tf_dataset(), start, preprocess)
     phase = _phase(

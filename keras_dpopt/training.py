@@ -4,17 +4,17 @@
 replaces Keras', and everything else stays Keras' own.
 """
 
+import math
 from typing import Any
 
 import tensorflow as tf
 
-from keras_dpopt import arguments, data, keras_compat, sources, statement
+from keras_dpopt import data, fit_arguments, keras_compat, sources, statement
 from keras_dpopt.dp_optimizer import check_private_optimizer
 from keras_dpopt.fit_run import FitRun
 from keras_dpopt.model_ledger import ModelLedger
-from keras_dpopt.private_step import PrivateStep
+from keras_dpopt.private_step import PrivateStep, refuse_own_step
 from keras_dpopt.saving import PrivateSaving
-from keras_dpopt.types import UnsupportedModelError
 
 
 class PrivateTraining(PrivateSaving):
@@ -25,6 +25,7 @@ class PrivateTraining(PrivateSaving):
         self.privacy_ledger = ModelLedger(self)
         self.private_step = None
         self.fit_run = None
+        self._compiled_optimizer = None
 
     # --- compile ---------------------------------------------------------------------
 
@@ -127,7 +128,8 @@ class PrivateTraining(PrivateSaving):
             validation_split: As in Keras. These rows are not trained on and not
                 protected.
             validation_data: As in Keras. Not protected.
-            shuffle: Must be `True` with arrays, because batches are drawn at random.
+            shuffle: Must be `True` with arrays, because batches are drawn at random;
+                as in Keras with a `PyDataset`.
             class_weight: As in Keras; multiplies a record's loss before the clip.
             sample_weight: As in Keras; multiplies a record's loss before the clip.
             initial_epoch: As in Keras.
@@ -152,7 +154,7 @@ class PrivateTraining(PrivateSaving):
             RuntimeError: if the privacy budget is spent.
         """
         self._check_ready()
-        notes = arguments.check_training_metric_callbacks(
+        notes = fit_arguments.check_training_metric_callbacks(
             callbacks, acknowledge_training_metrics
         )
         optimizer, preprocess = self.optimizer, self._preprocess()
@@ -162,6 +164,7 @@ class PrivateTraining(PrivateSaving):
                 preprocess,
                 x,
                 class_weight=class_weight,
+                shuffle=shuffle,
                 steps_per_epoch=steps_per_epoch,
                 once_per_epoch=once_per_epoch,
                 assume=assume,
@@ -263,8 +266,7 @@ class PrivateTraining(PrivateSaving):
     def train_step(self, data):
         """Does one private step (see `private_step.py`); Keras calls it."""
         check_private_optimizer(self.optimizer)
-        is_logical_batch = isinstance(data, dict) and "count" in data
-        if self.private_step is None or not is_logical_batch:
+        if not self.private_step or not (isinstance(data, dict) and "count" in data):
             raise RuntimeError(
                 "train_step of a private model takes batches that `fit` has prepared. "
                 "Call `fit` or `train_on_batch`."
@@ -308,44 +310,18 @@ class PrivateTraining(PrivateSaving):
                 "The model's trainable variables are not those that the optimizer was "
                 "built for. Compile the model again, with a new optimizer."
             )
-        wide = [w for w in self.trainable_variables if w.dtype != "float32"]
-        if wide:
-            raise ValueError(
-                f"Weights of dtype {wide[0].dtype} do not train privately: sums, noise "
-                "and state are float32. Use the dtype policy float32, mixed_float16 or "
-                "mixed_bfloat16."
-            )
         if self.private_step is None:
             step = PrivateStep(self, self._jit_microbatch, self.run_eagerly)
             step.choose_engine(row_specs)
             self.private_step = step
         return self.optimizer.microbatch_size or data.microbatch_size(
-            self.count_params(), self.optimizer.expected_batch_size
+            sum(math.prod(v.shape) for v in self.trainable_variables),
+            self.optimizer.expected_batch_size,
         )
 
     def _check_ready(self):
-        if not self.compiled:
-            raise ValueError(
-                "The model is not compiled. Call `compile(optimizer=..., loss=...)` "
-                "with a private optimizer first."
-            )
-        check_private_optimizer(self.optimizer)
-        if type(self).train_step is not PrivateTraining.train_step:
-            raise UnsupportedModelError(
-                f"{type(self).__name__} has its own train_step, which would take the "
-                "place of the private one. Remove it, and keep to `call`, "
-                "`compute_loss` on a batch of one, and metrics."
-            )
-        if self.optimizer is not self._compiled_optimizer:
-            raise ValueError(
-                "The model's optimizer is not the one it was compiled with, whose "
-                "steps would go uncounted. Compile the model with the new one."
-            )
-        if self.distribute_strategy.num_replicas_in_sync > 1:
-            raise ValueError(
-                "Each replica would draw and add noise of its own. Train on one "
-                "replica until this library supports tf.distribute."
-            )
+        fit_arguments.check_ready(self, self._compiled_optimizer)
+        refuse_own_step(type(self), PrivateTraining)
 
     # --- privacy ---------------------------------------------------------------------
 

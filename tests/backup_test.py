@@ -253,7 +253,6 @@ def test_files_are_private_and_removed_at_the_end(tmp_path):
 
 
 def test_the_directory_is_private_and_stays_when_asked(tmp_path):
-    (tmp_path / "backup").parent.joinpath("other").mkdir()
     model = runs.model()
     runs.fit(model, callbacks=[_backup(tmp_path, delete_checkpoint=False)])
     assert stat.S_IMODE((tmp_path / "backup").stat().st_mode) == 0o700
@@ -262,7 +261,6 @@ def test_the_directory_is_private_and_stays_when_asked(tmp_path):
     other = runs.model()
     runs.fit(other, epochs=2, callbacks=[_backup(tmp_path)])
     assert runs.steps(other) == 2 * runs.STEPS
-    np.testing.assert_array_less(0, np.abs(other.get_weights()[0]).max())
 
 
 def test_an_interruption_while_saving_keeps_the_last_backup(tmp_path, monkeypatch):

@@ -2,14 +2,18 @@
 
 import contextlib
 import logging
+import subprocess
+import sys
 
 import helpers
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_dpopt
 from keras_dpopt import engines
+from keras_dpopt.engines import matmul_converter
 
 
 @contextlib.contextmanager
@@ -268,3 +272,67 @@ def test_dropout_masks_are_the_same_at_both_points(engine):
     assert 0.3 < kept.mean() < 0.7
     # And they are those of a one-point optimizer at the same steps.
     np.testing.assert_allclose(masks, _masks(steps=3), atol=1e-6)
+
+
+# --- TensorFlow's batched matrix product ---------------------------------------------
+
+
+@pytest.mark.parametrize("adjoint_b", [False, True])
+@pytest.mark.parametrize(
+    "x_shape, y_shape",
+    [
+        ((10, 1, 10, 8), (8, 8)),
+        ((10, 1, 10, 8), (1, 8, 8)),
+        ((10, 1, 10, 8), (1, 1, 8, 8)),
+        ((3, 1, 2, 4, 8), (2, 8, 8)),
+        ((4, 8), (5, 1, 8, 8)),
+        ((2, 8, 8), (8, 8)),
+    ],
+)
+def test_matmul_without_unit_axes_is_the_product(x_shape, y_shape, adjoint_b):
+    # The first three are shapes that tf.matmul itself gets wrong, or crashes on, with
+    # oneDNN in TensorFlow 2.21 (see matmul_converter.py): not called here.
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=x_shape).astype("float32")
+    y = rng.normal(size=y_shape).astype("float32")
+    product = tf.function(matmul_converter.matmul)(x, y, adjoint_b=adjoint_b)
+    expected = np.matmul(
+        x.astype("float64"), np.swapaxes(y, -1, -2) if adjoint_b else y
+    )
+    assert product.shape == expected.shape
+    np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_detour_is_taken_back():
+    registry = matmul_converter.pfor._pfor_converter_registry
+    before = dict(registry)
+    with pytest.raises(RuntimeError), matmul_converter.sound_matmul():
+        assert registry != before
+        raise RuntimeError
+    assert registry == before
+
+
+def test_attention_is_the_same_vectorized_and_looped():
+    """In a process of its own: without the detour it ends in a segmentation fault."""
+    code = """
+import keras, numpy as np, keras_dpopt as kd
+keras.utils.set_random_seed(0)
+ends = []
+for engine in ("vectorized", "loop"):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((10, 8))
+    h = keras.layers.MultiHeadAttention(2, 4)(inputs, inputs)
+    model = kd.DPModel(inputs, keras.layers.Dense(3)(h[:, 0]))
+    model.compile(
+        kd.DPSGD(1.0, l2_norm_clip=1.0, noise_multiplier=0.0, gradient_engine=engine,
+                 expected_batch_size=5, microbatch_size=5), "mse")
+    rng = np.random.default_rng(0)
+    model.train_on_batch(rng.normal(size=(5, 10, 8)), rng.normal(size=(5, 3)))
+    ends.append(np.concatenate([w.ravel() for w in model.get_weights()]))
+print("largest difference", abs(ends[0] - ends[1]).max())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert float(run.stdout.split()[-1]) < 1e-6

@@ -1,5 +1,8 @@
 """Tests that no road leads to training without privacy, or to a wrong step count."""
 
+import contextlib
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -182,10 +185,8 @@ def test_a_step_outside_of_fit_is_refused_or_counted():
     before = model.get_weights()
     batch = {"rows": {"x": tf.constant(X), "y": tf.constant(Y)}}
     batch["step"] = tf.constant(model.optimizer.releases(), tf.int64)
-    try:
+    with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
         model.train_function(iter([data.in_microbatches(batch, 4)]))
-    except (RuntimeError, ValueError, tf.errors.InvalidArgumentError):
-        pass
     if tiny.moved(before, model.get_weights()):
         assert tiny.steps(model) == 4
     tiny.fit(model, X, Y, batch_size=4)
@@ -236,8 +237,8 @@ class Writer(keras.layers.Layer):
     def __init__(self, way):
         super().__init__()
         self.way = way
-        self.mean = keras.metrics.Mean() if way == "metric" else None
-        self.raw = tf.Variable([0.0, 0.0]) if "raw" in way else None
+        self.mean: Any = keras.metrics.Mean() if way == "metric" else None
+        self.raw: Any = tf.Variable([0.0, 0.0]) if "raw" in way else None
 
     def build(self, shape):
         del shape
@@ -337,10 +338,8 @@ def test_unfreezing_batch_normalization_is_noticed():
     tiny.fit(model, X, Y, batch_size=4)
     before = layer.get_weights()
     layer.trainable = True
-    try:
+    with contextlib.suppress(ValueError):
         tiny.fit(model, X, Y, batch_size=4)
-    except ValueError:
-        pass
     assert not tiny.moved(before, layer.get_weights())
     model.compile(tiny.private_sgd(), LOSS)
     with pytest.raises(keras_dpopt.UnsupportedModelError):
@@ -733,10 +732,8 @@ def test_training_within_a_callback_is_counted_or_refused():
                 self.model.train_on_batch(X, Y)
 
     model = tiny.classifier()
-    try:
+    with contextlib.suppress(RuntimeError, ValueError, tf.errors.OpError):
         tiny.fit(model, X, Y, batch_size=4, callbacks=[Inner()])
-    except (RuntimeError, ValueError, tf.errors.InvalidArgumentError):
-        pass
     assert tiny.steps(model) == int(model.optimizer.iterations)
 
 

@@ -1,5 +1,7 @@
 """Tests of the loss of one record: Keras' own loss of a batch of one, nothing else."""
 
+from typing import Any
+
 import keras
 import numpy as np
 import pytest
@@ -189,7 +191,8 @@ def test_loss_that_cannot_be_vectorized_falls_back():
     history = tiny.fit(model, x, y, batch_size=3)
     assert tiny.steps(model) == 2
     assert np.isfinite(history.history["loss"][0])
-    assert model.private_step.engine.name == "loop"
+    step: Any = model.private_step
+    assert step.engine.name == "loop"
 
 
 # --- masks ---------------------------------------------------------------------------

