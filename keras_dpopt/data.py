@@ -134,9 +134,19 @@ def drawn_batches(
 
 
 def given_batches(
-    dataset: tf.data.Dataset, start: tf.Variable, preprocess: Callable | None = None
+    dataset: tf.data.Dataset,
+    start: tf.Variable,
+    preprocess: Callable | None = None,
+    number: int | None = None,
 ) -> tf.data.Dataset:
-    """Batches that the caller made: each element becomes one logical batch."""
+    """Batches that the caller made: each element becomes one logical batch.
+
+    Args:
+        dataset: Data set of `x`, `(x, y)` or `(x, y, sample_weight)`.
+        start: As in `drawn_batches`.
+        preprocess: As in `drawn_batches`.
+        number: How many elements there are, where that is known.
+    """
 
     def batch(step, *element):
         element = element[0] if len(element) == 1 else element
@@ -145,11 +155,10 @@ def given_batches(
             taken = _preprocessed(preprocess, taken)
         return {"rows": taken, "step": step}
 
-    cardinality = int(dataset.cardinality())
     batches = tf.data.Dataset.zip(_steps_from(start), dataset).map(batch)
-    if cardinality >= 0:
-        batches = batches.apply(tf.data.experimental.assert_cardinality(cardinality))
-    return batches
+    if number is None:
+        return batches
+    return batches.apply(tf.data.experimental.assert_cardinality(number))
 
 
 def single_batch(x, y, sample_weight, class_weight, preprocess=None) -> dict:

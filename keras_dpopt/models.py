@@ -121,7 +121,7 @@ class PrivateModel(DPModel):
         x=None,
         y=None,
         batch_size=None,
-        verbose="auto",
+        verbose: int | str = "auto",
         sample_weight=None,
         steps=None,
         callbacks=None,
@@ -144,7 +144,7 @@ class PrivateModel(DPModel):
             **kwargs,
         )
 
-    def predict(self, x, batch_size=None, verbose="auto", steps=None, callbacks=None):
+    def predict(self, x, batch_size=None, verbose: int | str = "auto", steps=None, callbacks=None):
         """Predicts as in Keras, preprocessing as the model inside does."""
         if self._preprocess():
             x, batch_size = self._preprocessed((x,), batch_size), None

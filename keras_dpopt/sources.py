@@ -127,7 +127,9 @@ def given(
     optimizer.resolve_batch_size(None)
     adapter = keras_compat.data_adapter(x, class_weight, shuffle)
     start = _start()
-    batches = data.given_batches(adapter.get_tf_dataset(), start, preprocess)
+    batches = data.given_batches(
+        adapter.get_tf_dataset(), start, preprocess, adapter.num_batches
+    )
     phase = _phase(
         optimizer,
         sampling="caller",

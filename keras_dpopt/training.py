@@ -91,7 +91,7 @@ class PrivateTraining(PrivateSaving):
         y=None,
         batch_size=None,
         epochs=1,
-        verbose="auto",
+        verbose: int | str = "auto",
         callbacks=None,
         validation_split=0.0,
         validation_data=None,

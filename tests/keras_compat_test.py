@@ -295,6 +295,27 @@ def test_steps_without_privacy():
     assert keras_compat.steps_without_privacy(private) == 0
 
 
+def test_compute_loss_calls_an_override_as_keras_does():
+    class Own(keras.Model):
+        def call(self, x):
+            return [x, 2 * x]
+
+        def compute_loss(self, x, y, y_pred, sample_weight, training):
+            assert sample_weight is None and training is True
+            return 3 * super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    model = Own()
+    model.compile("sgd", "mse")
+    x = tf.ones((1, 1))
+    model.train_on_batch(x, [x, x])
+    compiled = model._compile_loss
+    trackers = [float(metric.result()) for metric in compiled.metrics]
+    value = keras_compat.compute_loss(model, x, [x, x], model(x))
+    assert float(value) == 3.0  # 3 * ((1 - 1)^2 + (2 - 1)^2)
+    assert model._compile_loss is compiled
+    assert [float(metric.result()) for metric in compiled.metrics] == trackers
+
+
 def test_overrides_compute_loss():
     class Own(keras_dpopt.DPModel):
         def compute_loss(self, *args, **kwargs):
@@ -349,10 +370,16 @@ def test_update_loss_trackers():
     model.reset_metrics()
     y = (tf.zeros((2, 1)), tf.zeros((2, 1)))
     y_pred = [tf.ones((2, 1)), 2 * tf.ones((2, 1))]
-    keras_compat.update_loss_trackers(model, tf.constant([3.0, 5.0]), y, y_pred, None)
+    keras_compat.update_loss_trackers(
+        model, tf.constant([3.0, 5.0]), y, y_pred, None, tf.constant(2)
+    )
+    # One record more: it weighs half as much as the two before.
+    one = (tf.zeros((1, 1)), tf.zeros((1, 1)))
+    off = [tf.fill((1, 1), 4.0), tf.fill((1, 1), 2.0)]
+    keras_compat.update_loss_trackers(model, tf.constant([4.0]), one, off, None, 1)
     results = model.get_metrics_result()
     values = sorted(float(v) for v in results.values())
-    assert values == [1.0, 4.0, 4.0]  # per output, and the mean of the records
+    assert values == [4.0, 4.0, 6.0]  # per output, and the mean of the records
     assert float(results["loss"]) == 4.0
 
 

@@ -65,11 +65,11 @@ class FiBeR(DPOptimizer):
         gamma=0.7,
         omega=0.9,
         variance_floor=1e-8,
-        noise_correction="filtered",
+        noise_correction: str | None = "filtered",
         beta_1=0.9,
         beta_2=0.999,
         epsilon=1e-8,
-        weight_decay=None,
+        weight_decay: float | None = None,
         **kwargs,
     ):
         super().__init__(
