@@ -16,6 +16,16 @@ class PrivacyBudget(keras.callbacks.Callback):
     ledger, and ends the training when it is reached. Later fits of the model keep to
     the budget as well, with or without the callback.
 
+    Budgets at several deltas or by both accountants hold together: the one that is
+    reached first ends the training. A budget for the same delta and accountant takes
+    the place of an earlier one; a larger target is noted in the privacy statement. Of
+    the targets of a model and of a file that is loaded into it the smaller one holds;
+    to raise the target of a run that a backup resumes, list this callback after that of
+    the backup.
+
+    The epsilon is in the logs as "epsilon"; where the model has several budgets, as
+    "epsilon_at_1e-05" with the delta, and "_pld" after it for that accountant.
+
     Args:
         target_epsilon: Positive: the epsilon that the model may reach in all.
         delta: In (0, 1), well below 1/N.
@@ -23,7 +33,7 @@ class PrivacyBudget(keras.callbacks.Callback):
             the ends of epochs only.
 
     Raises:
-        RuntimeError: at the start of `fit`, if the budget is spent already.
+        RuntimeError: at the first epoch of `fit`, if a budget is spent already.
         TypeError: if the model is not private.
 
     Privacy:
@@ -69,4 +79,8 @@ class PrivacyBudget(keras.callbacks.Callback):
     def _show(self, logs: dict[str, Any] | None):
         if logs is not None:
             ledger: Any = self.model.privacy_ledger.sync()  # type: ignore[union-attr]
-            logs["epsilon"] = ledger.epsilon(self.delta, self.accountant)
+            name = "epsilon"
+            if len(ledger.budgets) > 1:
+                name += f"_at_{self.delta:g}"
+                name += "_pld" if self.accountant == "pld" else ""
+            logs[name] = ledger.epsilon(self.delta, self.accountant)

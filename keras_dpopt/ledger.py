@@ -1,22 +1,27 @@
 """The privacy ledger: what was released about the training data, never forgotten.
 
 A ledger is a list of phases (phase.py). Epsilon is a pure function of the ledger; the
-order of the phases does not matter.
-
-The ledger belongs to the model, and the number of steps in it never shrinks.
+order of the phases does not matter. It belongs to the model, and the number of steps in
+it never shrinks.
 """
 
 import dataclasses
 import json
-import math
-import uuid
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import dp_accounting
 
-from keras_dpopt import accounting, validation
-from keras_dpopt.phase import ASSUMPTIONS, Phase
+from keras_dpopt import accounting
+from keras_dpopt.phase import (
+    ASSUMPTIONS,
+    Budget,
+    Phase,
+    check_count,
+    check_texts,
+    relation_of,
+    smallest_by_key,
+)
 
 __all__ = ["ASSUMPTIONS", "Budget", "Ledger", "Phase"]
 
@@ -24,33 +29,13 @@ _VERSION = 1
 _NO_LIMIT = 10**9
 
 
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """An epsilon that the model may reach in all, at one delta.
-
-    Attributes:
-        target_epsilon: Above 0 and finite.
-        delta: In (0, 1).
-        accountant: "rdp" or "pld".
-    """
-
-    target_epsilon: float
-    delta: float
-    accountant: str = "rdp"
-
-    def __post_init__(self):
-        validation.check_positive("target_epsilon", self.target_epsilon)
-        validation.check_delta(self.delta)
-        accounting.check_accountant(self.accountant)
-
-
 class Ledger:
-    """All phases of a model, with notes for the statement and an optional budget.
+    """All phases of a model, with notes for the statement, and budgets.
 
     Args:
         phases: The phases; those without an identity get one.
         notes: Sentences that the statement prints.
-        budget: The budget that further steps keep to, or None.
+        budgets: The budgets that further steps keep to, all of them.
 
     Example:
         >>> ledger = Ledger()
@@ -64,14 +49,11 @@ class Ledger:
         self,
         phases: Iterable[Phase] = (),
         notes: Iterable[str] = (),
-        budget: Budget | None = None,
+        budgets: Iterable[Budget] = (),
     ):
-        self._phases = [
-            phase if phase.identity else _named(phase, uuid.uuid4().hex)
-            for phase in phases
-        ]
+        self._phases = [phase if phase.identity else phase.named() for phase in phases]
         self._notes = list(dict.fromkeys(notes))
-        self.budget = budget
+        self._budgets = smallest_by_key(budgets)
         # The phases that this very object counts, and may therefore go on with. One
         # that came from a file may go on elsewhere too, and the steps made there and
         # here would pass for the same.
@@ -89,6 +71,11 @@ class Ledger:
         return tuple(self._notes)
 
     @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """The budgets, at most one for each delta and accountant."""
+        return tuple(self._budgets.values())
+
+    @property
     def total_steps(self) -> int:
         """The number of releases in all phases."""
         return sum(phase.steps for phase in self._phases)
@@ -96,7 +83,7 @@ class Ledger:
     @property
     def relation(self) -> dp_accounting.NeighboringRelation:
         """Zero-out, or replace-one as soon as a fixed-size batch was released."""
-        return _relation(self._phases)
+        return relation_of(self._phases)
 
     # --- recording -------------------------------------------------------------------
 
@@ -123,7 +110,7 @@ class Ledger:
                 phase = earlier
                 break
         else:
-            phase = _named(phase, uuid.uuid4().hex)
+            phase = phase.named()
         self._phases.append(phase)
         self._own.add(phase.identity)
 
@@ -139,11 +126,13 @@ class Ledger:
 
         Raises:
             ValueError: The number would shrink.
+            TypeError: It is no whole number.
             RuntimeError: No phase is open.
         """
         if not self._phases:
             raise RuntimeError("No phase is open. Call `begin` first.")
         phase = self._phases[-1]
+        steps = check_count("steps", steps)
         if steps < phase.steps:
             raise ValueError(
                 f"A ledger cannot forget: {phase.steps} steps were released, and "
@@ -153,7 +142,7 @@ class Ledger:
             epochs = phase.epochs_begun + self._epoch_is_new
             self._epoch_is_new = False
             self._phases[-1] = dataclasses.replace(
-                phase, steps=int(steps), epochs_begun=epochs
+                phase, steps=steps, epochs_begun=epochs
             )
 
     def note(self, text: str) -> None:
@@ -164,8 +153,24 @@ class Ledger:
     def set_budget(
         self, target_epsilon: float, delta: float, accountant: str = "rdp"
     ) -> None:
-        """Sets the budget that further steps keep to."""
-        self.budget = Budget(target_epsilon, delta, accountant)
+        """Sets the budget at one delta, by one accountant.
+
+        It replaces the one that has both in common, and a larger target is noted. The
+        others stay, and further steps keep to all of them.
+
+        Args:
+            target_epsilon: The epsilon not to exceed, above 0 and finite.
+            delta: The delta of the guarantee, in (0, 1).
+            accountant: "rdp" or "pld".
+        """
+        budget = Budget(target_epsilon, delta, accountant)
+        earlier = self._budgets.get(budget.key, budget)
+        if budget.target_epsilon > earlier.target_epsilon:
+            self.note(
+                f"The privacy budget at delta {delta:g} ({accountant.upper()}) was "
+                f"raised from {earlier.target_epsilon:g} to {budget.target_epsilon:g}."
+            )
+        self._budgets[budget.key] = budget
 
     def combine(self, other: "Ledger") -> None:
         """Takes over all that another ledger knows; doing it twice changes nothing.
@@ -175,7 +180,8 @@ class Ledger:
 
         Args:
             other: An older or newer copy of this ledger, or that of a model whose
-                weights this one holds. Its budget is taken where this has none.
+                weights this one holds. Of its and these budgets the smaller holds where
+                delta and accountant are the same.
         """
         known = {phase.identity: i for i, phase in enumerate(self._phases)}
         added = []
@@ -193,7 +199,7 @@ class Ledger:
         self._phases = added + self._phases  # the open phase stays the last
         for text in other.notes:
             self.note(text)
-        self.budget = self.budget or other.budget
+        self._budgets = smallest_by_key([*self.budgets, *other.budgets])
 
     # --- asking ----------------------------------------------------------------------
 
@@ -252,7 +258,8 @@ class Ledger:
         Raises:
             ValueError: As `epsilon`.
         """
-        relation = _relation([*self._phases, dataclasses.replace(phase, steps=1)])
+        one_more = dataclasses.replace(phase, steps=1, epochs_begun=1)
+        relation = relation_of([*self._phases, one_more])
         prior = [p.release(relation) for p in self._phases if p.steps]
         event, _ = phase.release(relation)
         by_epoch = phase.assumption == "once_per_epoch"
@@ -263,7 +270,7 @@ class Ledger:
         return limit * steps if by_epoch else steps
 
     def steps_left(self, limit: int = _NO_LIMIT) -> int:
-        """Returns how many more steps of the open phase the budget allows.
+        """Returns how many more steps of the open phase all budgets allow.
 
         Args:
             limit: The answer where there is no budget, and the largest answer of all.
@@ -272,9 +279,18 @@ class Ledger:
             0 to `limit`. With once_per_epoch=True, 0 or `limit`: whether the epoch that
             is on may go on. Ask again after each `begin_epoch`.
         """
-        if self.budget is None or not self._phases:
-            return limit
-        target, delta, accountant = dataclasses.astuple(self.budget)
+        if self._phases:
+            for budget in self.budgets:
+                limit = self._steps_within(budget, limit)
+        return limit
+
+    def spent_budget(self) -> Budget | None:
+        """Returns a budget that allows no more step of the open phase, or None."""
+        spent = (b for b in self.budgets if self._phases and not self._steps_within(b))
+        return next(spent, None)
+
+    def _steps_within(self, budget: Budget, limit: int = 1) -> int:
+        target, delta, accountant = dataclasses.astuple(budget)
         phase = self._phases[-1]
         if phase.assumption == "once_per_epoch" and not self._epoch_is_new:
             # The epoch is paid for, if what was paid is within the target.
@@ -285,15 +301,11 @@ class Ledger:
 
     def to_json(self) -> str:
         """Returns the ledger as strict JSON, which `from_json` reads."""
-        phases = [dataclasses.asdict(phase) for phase in self._phases]
-        for phase in phases:
-            if phase["l2_norm_clip"] == math.inf:
-                phase["l2_norm_clip"] = "inf"  # JSON has no infinity
         content = {
             "version": _VERSION,
-            "phases": phases,
+            "phases": [phase.to_fields() for phase in self._phases],
             "notes": self._notes,
-            "budget": self.budget and dataclasses.asdict(self.budget),
+            "budgets": [dataclasses.asdict(budget) for budget in self.budgets],
         }
         return json.dumps(content, allow_nan=False)
 
@@ -305,7 +317,7 @@ class Ledger:
             ValueError: The text is no ledger, or one of a version that is not known.
         """
         try:
-            content: dict[str, Any] = json.loads(text)
+            content: dict[str, Any] = json.loads(text, parse_constant=_refuse)
             version = content.pop("version")
         except (ValueError, KeyError, AttributeError, TypeError):
             raise ValueError(
@@ -317,33 +329,21 @@ class Ledger:
                 f"reads version {_VERSION}. Use the keras_dpopt that saved it."
             )
         try:
-            phases, notes, budget = (
-                content.pop(name) for name in ("phases", "notes", "budget")
-            )
+            phases, notes, budgets = map(content.pop, ("phases", "notes", "budgets"))
             if content:
                 raise KeyError(f"unknown: {sorted(content)}")
+            if not all(isinstance(part, list) for part in (phases, notes, budgets)):
+                raise TypeError("a list is missing")
             return cls(
-                (Phase(**_with_infinity(fields)) for fields in phases),
-                notes,
-                budget and Budget(**budget),
+                [Phase.from_fields(fields) for fields in phases],
+                check_texts("notes", notes),
+                [Budget(**fields) for fields in budgets],
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(
-                f"The privacy ledger is damaged ({error}). Load an intact copy of the "
-                "file."
+                f"The privacy ledger is damaged ({error}). Load an intact copy."
             ) from error
 
 
-def _named(phase: Phase, identity: str) -> Phase:
-    return dataclasses.replace(phase, identity=identity)
-
-
-def _with_infinity(fields: dict[str, Any]) -> dict[str, Any]:
-    infinite = fields["l2_norm_clip"] == "inf"
-    return {**fields, "l2_norm_clip": math.inf} if infinite else fields
-
-
-def _relation(phases: Iterable[Phase]) -> dp_accounting.NeighboringRelation:
-    if any(p.sampling == "fixed_size" and p.steps for p in phases):
-        return accounting.REPLACE_ONE
-    return accounting.ZERO_OUT
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")  # though Python writes and reads it

@@ -33,6 +33,7 @@ _ASSUMPTION_WORDS = {
 _NOT_COVERED = (
     "Logged training loss and metrics: computed from the raw data without noise, so "
     "do not publish them.",
+    "Decisions that callbacks of your own take from logged training values.",
     "Validation and test data, those that validation_split sets aside included.",
     "Choices made by looking at the data: preprocessing, architecture, settings, "
     "which of several runs to keep.",
@@ -97,15 +98,11 @@ class PrivacyStatement:
     def __str__(self) -> str:
         lines = ["PRIVACY STATEMENT (differential privacy, per example)"]
         lines += _wrapped(self.warnings, "!! ")
-        relation = f"{self.neighboring_relation}: "
-        relation += _RELATIONS[self.neighboring_relation]
+        relation, accountant = self.neighboring_relation, self.accountant
         table = [
             ("epsilon", f"{_upwards(self.epsilon)} at delta {self.delta:g}"),
-            (
-                "accountant",
-                f"{self.accountant.upper()} ({_ACCOUNTANT_NAMES[self.accountant]})",
-            ),
-            ("neighbors", relation),
+            ("accountant", f"{accountant.upper()} ({_ACCOUNTANT_NAMES[accountant]})"),
+            ("neighbors", f"{relation}: {_RELATIONS[relation]}"),
             ("steps", str(self.steps)),
         ]
         for phase in self.phases:
@@ -197,8 +194,8 @@ def _alternatives(
     if not callers:
         return {}
     values: dict[str, float | None] = {}
+    unknown = any(kind.train_size is None for kind in callers)
     for assumption in ASSUMPTIONS:
-        unknown = any(kind.train_size is None for kind in callers)
         values[assumption] = (
             None
             if assumption == "poisson" and unknown
@@ -219,8 +216,8 @@ def _warnings(
         yield f"NOT PRIVATE: epsilon is infinite, because {reason}."
     if any(kind.seeded for kind in kinds):
         yield (
-            "The run was seeded: not private against whoever knows the seed, who can "
-            "compute the noise and take it off."
+            "The run was seeded: not private against whoever knows the seed, nor "
+            "against whoever sees two runs with the same seed, whose noise cancels."
         )
     if sizes and delta * min(sizes) >= 1:
         yield (
@@ -231,6 +228,10 @@ def _warnings(
 
 def _assumptions(kinds: Collection[Phase], replaced: bool) -> Iterator[str]:
     """What the guarantee relies on."""
+    yield (
+        "The weights before the first private step, and state such as an adapted "
+        "Normalization layer, do not come from the protected data."
+    )
     if not kinds:
         return
     yield (
@@ -242,8 +243,7 @@ def _assumptions(kinds: Collection[Phase], replaced: bool) -> Iterator[str]:
         "The pseudo-random noise (Philox, float32) is as good as ideal Gaussian noise, "
         "and its key stays secret."
     )
-    drawn = any(kind.sampling != "caller" for kind in kinds)
-    if drawn:
+    if any(kind.sampling != "caller" for kind in kinds):
         yield "Nobody learns which examples were in which batch."
     declared = {kind.assumption for kind in kinds if kind.sampling == "caller"}
     if "nothing" in declared:
@@ -274,7 +274,11 @@ def _sampling_words(kind: Phase) -> str:
             f"fixed size: {size} of {total} examples in each step, drawn by the "
             "library without replacement"
         )
-    return f"made by the caller; {_ASSUMPTION_WORDS[kind.assumption]}"
+    words = _ASSUMPTION_WORDS[kind.assumption]
+    if kind.assumption == "poisson" and total:
+        chance = f"{size / total:.4g}"
+        words += f": each of {total} examples with probability {chance}, by your word"
+    return f"made by the caller; {words}"
 
 
 def _mechanism_words(phase: dict[str, Any]) -> str:
@@ -340,10 +344,5 @@ def _portable(value: Any) -> Any:
 
 def _wrapped(texts: Iterable[str], prefix: str) -> list[str]:
     indent = " " * len(prefix)
-    return [
-        line
-        for text in texts
-        for line in textwrap.wrap(
-            text, _WIDTH, initial_indent=prefix, subsequent_indent=indent
-        )
-    ]
+    wrapper = textwrap.TextWrapper(_WIDTH, prefix, indent)
+    return [line for text in texts for line in wrapper.wrap(text)]

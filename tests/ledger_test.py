@@ -5,11 +5,12 @@ import json
 import math
 
 import dp_accounting
+import numpy as np
 import pytest
 from dp_accounting import rdp
 
 from keras_dpopt import accounting
-from keras_dpopt.ledger import Budget, Ledger
+from keras_dpopt.ledger import Ledger
 from keras_dpopt.phase import Phase
 
 _DELTA = 1e-5
@@ -113,7 +114,7 @@ def test_steps_need_a_phase_and_a_phase_begins_without_steps():
     with pytest.raises(RuntimeError, match="Call `begin` first"):
         Ledger().set_steps(1)
     with pytest.raises(ValueError, match="begins without steps, not with 3"):
-        Ledger().begin(_phase(steps=3))
+        Ledger().begin(_phase(steps=3, epochs_begun=1))
 
 
 def test_the_phases_cannot_be_changed_from_outside():
@@ -458,15 +459,10 @@ def test_combining_keeps_the_open_phase_open():
     assert ledger.total_steps == 110
 
 
-def test_combining_takes_notes_and_a_budget():
+def test_combining_takes_notes():
     ledger, other = Ledger(notes=["a"]), Ledger(notes=["b", "a"])
-    other.set_budget(2.0, 1e-6, "pld")
     ledger.combine(other)
     assert ledger.notes == ("a", "b")
-    assert ledger.budget == Budget(2.0, 1e-6, "pld")
-    ledger.set_budget(5.0, 1e-6)
-    ledger.combine(other)
-    assert ledger.budget == Budget(5.0, 1e-6)
 
 
 # --- saving ----------------------------------------------------------------------
@@ -482,6 +478,7 @@ def _rich_ledger():
     )
     ledger.note('with "quotes" and \u03b5')
     ledger.set_budget(3.0, _DELTA, "pld")
+    ledger.set_budget(4.0, 1e-6)
     return ledger
 
 
@@ -490,7 +487,8 @@ def test_json_comes_back_exactly():
     copy = Ledger.from_json(ledger.to_json())
     assert copy.phases == ledger.phases
     assert copy.notes == ledger.notes
-    assert copy.budget == ledger.budget
+    assert copy.budgets == ledger.budgets
+    assert len(copy.budgets) == 2
     assert copy.to_json() == ledger.to_json()
 
 
@@ -526,15 +524,95 @@ def _changed(**changes):
         (_changed(extra=1), "damaged"),
         (_changed(phases=[{}]), "damaged"),
         (_changed(phases=[3]), "damaged"),
-        (_changed(budget={"target_epsilon": 1.0}), "damaged"),
-        (_changed(budget={"target_epsilon": -1.0, "delta": 0.1}), "target_epsilon"),
+        (_changed(phases={}), "damaged.*list"),
+        (_changed(notes="abc"), "damaged.*list"),
+        (_changed(notes=[1]), "damaged.*strings"),
+        (_changed(budgets={}), "damaged.*list"),
+        (_changed(budgets=None), "damaged.*budgets"),
+        (_changed(budget={"target_epsilon": 1.0, "delta": 0.1}), "damaged"),
+        (_changed(budgets=[{"target_epsilon": 1.0}]), "damaged"),
+        (_changed(budgets=[{"target_epsilon": True, "delta": 0.1}]), "damaged"),
+        (_changed(budgets=[{"target_epsilon": 10**400, "delta": 0.1}]), "damaged"),
+        (_changed(budgets=[{"target_epsilon": -1, "delta": 0.1}]), "target_epsilon"),
+        (_changed(extra=math.nan), "no privacy ledger"),
+        (_changed(extra=math.inf), "no privacy ledger"),
     ],
     # The texts hold random identities, and test processes must agree on the names.
-    ids=range(13),
+    ids=range(23),
 )
 def test_what_is_no_ledger_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Ledger.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": math.nan},
+        {"steps": math.inf},
+        {"steps": 1.5},
+        {"steps": 10.0},
+        {"steps": True},
+        {"steps": "10"},
+        {"steps": None},
+        {"steps": -1},
+        {"epochs_begun": 0},
+        {"epochs_begun": 0.5},
+        {"epochs_begun": True},
+        {"epochs_begun": math.nan},
+        {"noise_multipliers": ["1.1"]},
+        {"noise_multipliers": "11"},
+        {"noise_multipliers": [True]},
+        {"noise_multipliers": [math.nan]},
+        {"noise_multipliers": [math.inf]},
+        {"noise_multipliers": [10**400]},
+        {"noise_multipliers": 1.1},
+        {"l2_norm_clip": "1.0"},
+        {"l2_norm_clip": True},
+        {"l2_norm_clip": math.nan},
+        {"expected_batch_size": 1.5},
+        {"expected_batch_size": True},
+        {"train_size": 60000.0},
+        {"train_size": "60000"},
+        {"once_per_epoch": "false"},
+        {"once_per_epoch": 1},
+        {"seeded": 0},
+        {"seeded": None},
+        {"identity": 3},
+        {"optimizer": None},
+        {"notes": "abc"},
+        {"notes": [1]},
+        {"sampling": ["caller"]},
+        {"assume": ["poisson"]},
+    ],
+    ids=str,
+)
+def test_a_phase_with_values_of_a_wrong_kind_is_refused(changes):
+    content = json.loads(_ledger((_caller(), 10)).to_json())
+    content["phases"][0].update(changes)
+    text = json.dumps(content)
+    with pytest.raises(ValueError, match="damaged|must|no privacy|cannot|Unknown"):
+        Ledger.from_json(text)
+    if {"steps", "epochs_begun"} & set(changes):
+        with pytest.raises((TypeError, ValueError), match="must|cannot have 10 steps"):
+            _phase(**{"steps": 10, "epochs_begun": 1, **changes})
+
+
+def test_counts_of_numpy_become_ints():
+    one = np.int64(1)
+    phase = _caller(
+        steps=one, epochs_begun=one, expected_batch_size=one, train_size=one
+    )
+    ledger = Ledger([phase])
+    assert Ledger.from_json(ledger.to_json()).phases == ledger.phases
+    assert type(ledger.phases[0].steps) is int
+
+
+@pytest.mark.parametrize("steps", [1.5, math.nan, True, "3"])
+def test_steps_are_set_to_whole_numbers_alone(steps):
+    ledger = _ledger((_phase(), 0))
+    with pytest.raises(TypeError, match="`steps` must be a whole number"):
+        ledger.set_steps(steps)
 
 
 def test_an_unknown_field_of_a_phase_is_refused():

@@ -80,7 +80,10 @@ def test_text_of_an_ordinary_run():
         "exp(epsilon) = 3.004 times as likely",
         "number of training examples is public",
         "pseudo-random noise (Philox, float32)",
+        "The weights before the first private step, and state such as an adapted "
+        "Normalization layer, do not come from the protected data.",
         "Logged training loss and metrics",
+        "Decisions that callbacks of your own take from logged training values.",
         "validation_split",
         "architecture",
     ):
@@ -197,6 +200,24 @@ def test_the_headline_is_what_was_declared_and_says_so(declared, name, words):
     assert words in " ".join(statement.assumptions)
 
 
+def test_declared_poisson_batches_say_how_often_and_by_whose_word():
+    caller = _phase(
+        sampling="caller", assume="poisson", expected_batch_size=10, train_size=200
+    )
+    statement = privacy_statement(_ledger((caller, 40)), _DELTA)
+    words = "each of 200 examples with probability 0.05, by your word"
+    assert words in statement.sampling
+    assert f"made by the caller; Poisson sampling: {words}" in _words(statement)
+    assert words in statement.phases[0]["batches"]
+
+
+def test_public_pretraining_does_not_lift_the_assumption_on_what_was_before():
+    ledger = _ledger((_phase(), 1))
+    ledger.note("The weights were pretrained on data declared public.")
+    words = _words(privacy_statement(ledger, _DELTA))
+    assert "do not come from the protected data" in words
+
+
 # --- what makes it void or weak --------------------------------------------------
 
 
@@ -225,7 +246,10 @@ def test_noise_too_small_is_not_private_either():
 def test_a_seeded_run_says_against_whom():
     ledger = _ledger((_phase(), 10), (_phase(seeded=True), 1))
     statement = privacy_statement(ledger, _DELTA)
-    assert "not private against whoever knows the seed" in _words(statement)
+    assert (
+        "not private against whoever knows the seed, nor against whoever sees two runs "
+        "with the same seed"
+    ) in _words(statement)
     assert math.isfinite(statement.epsilon)
 
 
@@ -234,7 +258,9 @@ def test_before_the_first_step_nothing_was_released():
     ledger.begin(_phase(noise_multipliers=(0.0,), seeded=True))
     statement = privacy_statement(ledger, _DELTA)
     assert (statement.epsilon, statement.steps) == (0.0, 0)
-    assert statement.phases == statement.warnings == statement.assumptions == ()
+    assert statement.phases == statement.warnings == ()
+    (assumption,) = statement.assumptions
+    assert "The weights before the first private step" in assumption
     assert "nothing about any data was released" in _words(statement)
     assert "NOT PRIVATE" not in str(statement)
 
