@@ -1,9 +1,10 @@
-"""Checks of the arguments of optimizers."""
+"""Checks of the arguments of optimizers, and of the kinds of data."""
 
 import math
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dpopt import validation
 
@@ -39,6 +40,9 @@ _REFUSED = {
 
 _ENGINES = ("auto", "vectorized", "loop")
 
+# Below it the noise and the update, float32, come out as 0 or lose their bits.
+_SMALLEST_CLIP = 1e-20
+
 
 def check_unknown_arguments(class_name: str, unknown: dict[str, Any]) -> None:
     """Raises on arguments that no private optimizer takes, and says what to do."""
@@ -60,7 +64,7 @@ def check_unknown_arguments(class_name: str, unknown: dict[str, Any]) -> None:
 
 
 def check_clip(l2_norm_clip: Any, noise_multiplier: float) -> float:
-    """Returns the clipping norm; infinity is legal only without noise."""
+    """Returns the clipping norm: at least 1e-20; infinity only without noise."""
     if l2_norm_clip == math.inf:
         if noise_multiplier == 0:
             return math.inf
@@ -68,7 +72,13 @@ def check_clip(l2_norm_clip: Any, noise_multiplier: float) -> float:
             "l2_norm_clip=inf bounds nothing, so no noise can hide a record. Pass a "
             "finite clipping norm, say 1.0."
         )
-    return validation.check_positive("l2_norm_clip", l2_norm_clip)
+    clip = validation.check_positive("l2_norm_clip", l2_norm_clip)
+    if clip < _SMALLEST_CLIP:
+        raise ValueError(
+            f"l2_norm_clip={clip:g} is below {_SMALLEST_CLIP:g}, where float32 rounds "
+            "the noise and the update to 0. Pass a larger clipping norm, say 1.0."
+        )
+    return clip
 
 
 def check_learning_rate(learning_rate: Any) -> Any:
@@ -152,3 +162,33 @@ def resolve_batch_size(expected: int | None, given: int | None) -> int:
             "number, or compile with a new optimizer."
         )
     return expected or given  # type: ignore[return-value]
+
+
+def refuse_other_kinds(arrays: Any) -> None:
+    """Raises on inputs that are not rows in memory of one shape."""
+    for leaf in keras.tree.flatten(arrays):
+        if hasattr(leaf, "__next__"):
+            raise TypeError(
+                f"An iterator ({type(leaf).__name__}) can be read once, and rows are "
+                "drawn at random. Pass arrays, a tf.data.Dataset, a PyDataset or a "
+                "generator."
+            )
+        if type(leaf).__module__.startswith("scipy.sparse"):
+            _refuse_ragged(type(leaf).__name__)
+        if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
+            _refuse_ragged(type(leaf).__name__)
+
+
+def _refuse_ragged(kind: str) -> None:
+    raise TypeError(
+        f"Rows must be dense and of one shape, and there is a {kind}. Convert it: "
+        "`ragged.to_tensor()`, `tf.sparse.to_dense(sparse)` or, of SciPy, "
+        "`sparse.toarray()`; in a data set with `map`."
+    )
+
+
+def refuse_other_specs(specs: Any) -> None:
+    """Raises on specs of batches that are not dense."""
+    for spec in tf.nest.flatten(specs):
+        if not isinstance(spec, tf.TensorSpec):
+            _refuse_ragged(type(spec).__name__.removesuffix("Spec"))

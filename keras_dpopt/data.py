@@ -18,12 +18,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dpopt import keras_compat
+from keras_dpopt import arguments, keras_compat
+from keras_dpopt.types import UnsupportedModelError
 
 # Memory that the record gradients of one microbatch may take where the user leaves
 # `microbatch_size` to us, and the size above which more records gain no speed.
 _MICROBATCH_BYTES = 2**28
 _LARGEST_MICROBATCH = 128
+
+# Rows, and runs of them, that a preprocessing is tried on.
+_TRIED_ROWS, _TRIED_RUNS = 8, 4
+_TOLERANCE = 1e-6
+
+UNCHECKED = (
+    "The preprocessing is given batches that cannot be read again; it was not checked "
+    "for mixing records."
+)
+_RANDOM = "The preprocessing is random; it was not checked for mixing records."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +56,7 @@ def rows_in_memory(x, y, sample_weight, class_weight, preprocessed: bool) -> Row
         preprocessed: Whether a preprocessor of the model follows, which takes strings
             and lists as they are.
     """
+    arguments.refuse_other_kinds((x, y, sample_weight))
     if preprocessed and class_weight is None:
         x, y, sample_weight = tensors((x, y, sample_weight))
     else:
@@ -82,7 +94,7 @@ def _map_leaves(fn, structure):
 
 
 def _as_tensor(leaf):
-    if isinstance(leaf, tf.Tensor):
+    if isinstance(leaf, tf.Tensor | tf.RaggedTensor | tf.SparseTensor):
         return leaf
     array = np.asarray(leaf)
     if array.dtype == np.float64:
@@ -125,12 +137,14 @@ def drawn_batches(
             "step": step,
         }
 
-    return (
+    batches = (
         _steps_from(start)
         .take(steps)
         .map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         .apply(tf.data.experimental.assert_cardinality(steps))
     )
+    arguments.refuse_other_specs(batches.element_spec)
+    return batches
 
 
 def given_batches(
@@ -156,6 +170,7 @@ def given_batches(
         return {"rows": taken, "step": step}
 
     batches = tf.data.Dataset.zip(_steps_from(start), dataset).map(batch)
+    arguments.refuse_other_specs(batches.element_spec)
     if number is None:
         return batches
     return batches.apply(tf.data.experimental.assert_cardinality(number))
@@ -165,7 +180,10 @@ def single_batch(x, y, sample_weight, class_weight, preprocess=None) -> dict:
     """One batch of arrays, for `train_on_batch`; the caller adds "step"."""
     rows = rows_in_memory(x, y, sample_weight, class_weight, preprocess is not None)
     taken = tf.nest.map_structure(tf.convert_to_tensor, rows.values)
-    return {"rows": taken if preprocess is None else _preprocessed(preprocess, taken)}
+    if preprocess is None:
+        return {"rows": taken}
+    check_preprocessing(preprocess, taken)
+    return {"rows": _preprocessed(preprocess, taken)}
 
 
 def preprocessed_batches(given, batch_size: int, preprocess) -> tf.data.Dataset:
@@ -232,3 +250,94 @@ def _steps_from(start: tf.Variable) -> tf.data.Dataset:
 def _preprocessed(preprocess, taken):
     packed = preprocess(taken["x"], taken.get("y"), taken.get("sample_weight"))
     return _record(*keras_compat.unpack_x_y_sample_weight(packed))
+
+
+# --- does a preprocessing mix records? ---------------------------------------------
+
+
+def element_rows(element) -> dict[str, Any]:
+    """The rows of an element of a data set, as tensors."""
+    return _record(*tensors(keras_compat.unpack_x_y_sample_weight(element)))
+
+
+def number_of_rows(rows: dict) -> int:
+    """How many rows there are."""
+    return int(tf.nest.flatten(rows)[0].shape[0])
+
+
+def check_preprocessing(preprocess, rows: dict) -> tuple[str, ...]:
+    """Refuses a preprocessing in which a row depends on the others of its batch.
+
+    It runs on a few rows together and on each alone, and must give the same. Nothing
+    but whether the model is supported follows from it.
+
+    Args:
+        preprocess: `(x, y, sample_weight) -> packed`.
+        rows: Rows to take some of.
+
+    Returns:
+        Notes for the ledger.
+
+    Raises:
+        UnsupportedModelError: if rows are mixed.
+    """
+    if any(isinstance(t, tf.SparseTensor) for t in tf.nest.flatten(rows)):
+        return (UNCHECKED,)
+    # Spread over all of them: neighbours are often alike.
+    places = np.linspace(0, number_of_rows(rows) - 1, _TRIED_ROWS)
+    alone = [
+        tf.nest.map_structure(lambda t, i=i: tf.convert_to_tensor(t[i : i + 1]), rows)
+        for i in sorted({int(place) for place in places})
+    ]
+    if len(alone) < 2:
+        return ()
+    together = tf.nest.map_structure(lambda *t: tf.concat(t, axis=0), *alone)
+    runs = [_outputs(preprocess, together) for _ in range(2)]
+    if _same(*runs):
+        mixed = not _same(runs[0], _joined([_outputs(preprocess, r) for r in alone]))
+    else:
+        # Random. Where every row varies in company and none alone, it is the company.
+        more = [_outputs(preprocess, together) for _ in range(_TRIED_RUNS)]
+        mixed = all(
+            _vary([[leaf[i : i + 1] for leaf in run] for run in [*runs, *more]])
+            and not _vary([_outputs(preprocess, row) for _ in range(_TRIED_RUNS)])
+            for i, row in enumerate(alone)
+        )
+        if not mixed:
+            return (_RANDOM,)
+    if mixed:
+        raise UnsupportedModelError(
+            "The model's preprocessing makes something else of a record alone than "
+            "among others, so clipping does not bound what one record changes. Give "
+            "the preprocessor a fixed sequence length, or preprocess the data record "
+            "by record before `fit`."
+        )
+    return ()
+
+
+def _outputs(preprocess, rows) -> list[np.ndarray]:
+    leaves = tf.nest.flatten(_preprocessed(preprocess, rows))
+    arguments.refuse_other_kinds(leaves)
+    return [np.asarray(leaf) for leaf in leaves]
+
+
+def _joined(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
+    """Concatenates row by row; nothing where the rows do not fit together."""
+    try:
+        return [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]
+    except ValueError:
+        return []
+
+
+def _vary(runs: list[list[np.ndarray]]) -> bool:
+    return not all(_same(runs[0], run) for run in runs[1:])
+
+
+def _same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
+    return len(first) == len(second) and all(map(_equal, first, second))
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.shape != b.shape or a.dtype.kind != "f":
+        return np.array_equal(a, b)
+    return np.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)

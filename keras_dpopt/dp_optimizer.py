@@ -319,9 +319,14 @@ def _fits(saved: dict[str, Any], named: dict[str, Any]) -> bool:
     )
 
 
-def check_private_optimizer(optimizer: Any) -> None:
+def check_private_optimizer(optimizer: Any, jit_compile: bool = False) -> None:
     """Raises if a private model could not train privately with this optimizer."""
     if isinstance(optimizer, DPOptimizer):
+        if jit_compile and not optimizer.mechanism.supports_jit:
+            raise ValueError(
+                "A dp_sum_query draws its own noise and cannot run under XLA. Leave "
+                "jit_compile out, or give l2_norm_clip and noise_multiplier."
+            )
         return
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
     raise ValueError(

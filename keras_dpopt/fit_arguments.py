@@ -3,6 +3,8 @@
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from keras_dpopt.dp_optimizer import check_private_optimizer
 
@@ -32,12 +34,17 @@ def check_ready(model: Any, compiled_optimizer: Any) -> None:
         )
 
 
-def check_training_metric_callbacks(callbacks: Any, acknowledged: bool) -> list[str]:
+def check_training_metric_callbacks(
+    callbacks: Any, acknowledged: bool, x: Any = None, validation_data: Any = None
+) -> list[str]:
     """Refuses callbacks that decide on raw training data (DESIGN rule 14).
 
     Args:
         callbacks: As given to `fit`.
         acknowledged: Whether the user has said that they know.
+        x: As given to `fit`.
+        validation_data: As given to `fit`; where it holds the memory of `x`, a metric
+            of it is one of the training data.
 
     Returns:
         The names of such callbacks, for the ledger.
@@ -48,21 +55,54 @@ def check_training_metric_callbacks(callbacks: Any, acknowledged: bool) -> list[
         keras.callbacks.ModelCheckpoint,
     )
     found = []
+    validates_on_training = _shares_rows(x, validation_data)
     for callback in _flat_callbacks(callbacks):
+        if isinstance(callback, keras.callbacks.TerminateOnNaN):
+            found.append(f"{type(callback).__name__}(monitor='loss')")
         monitor = str(getattr(callback, "monitor", "val_"))
         saves_all = isinstance(callback, keras.callbacks.ModelCheckpoint) and not (
             callback.save_best_only
         )
-        on_training = not monitor.startswith("val_") and monitor != "epsilon"
+        validates = monitor.startswith("val_")
+        on_training = validates_on_training if validates else monitor != "epsilon"
         if isinstance(callback, deciding) and not saves_all and on_training:
-            found.append(f"{type(callback).__name__}(monitor={monitor!r})")
+            rows = " of the training rows" if validates else ""
+            found.append(f"{type(callback).__name__}(monitor={monitor!r}{rows})")
     if found and not acknowledged:
         raise ValueError(
             f"{', '.join(found)} decides on a metric of the raw training data, which "
-            "the epsilon does not cover. Monitor a `val_` metric, or pass "
-            "acknowledge_training_metrics=True to `fit`; the statement then lists it."
+            "the epsilon does not cover. Monitor a `val_` metric of other rows, or "
+            "pass acknowledge_training_metrics=True to `fit`; the statement then lists "
+            "it."
         )
     return found
+
+
+def _shares_rows(x: Any, validation_data: Any) -> bool:
+    """Whether the inputs of `validation_data` are those of `x`, in whole or in part."""
+    if x is None or validation_data is None:
+        return False
+    held = validation_data
+    if isinstance(held, tuple | list) and held:
+        held = held[0]
+    if held is x:
+        return True
+    arrays, others = (
+        [leaf for leaf in keras.tree.flatten(part) if hasattr(leaf, "shape")]
+        for part in (x, held)
+    )
+    return any(_same_memory(a, b) for a in arrays for b in others)
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
+        return False
+    try:
+        return np.shares_memory(a, b, max_work=10**6)
+    except np.exceptions.TooHardError:
+        return True  # their bounds overlap
 
 
 def _flat_callbacks(callbacks: Any) -> list:
@@ -120,4 +160,21 @@ def check_assumptions(
         raise ValueError(
             "With steps_per_epoch, one epoch may reach into a second pass over the "
             "data, so once_per_epoch cannot hold. Leave steps_per_epoch out."
+        )
+
+
+def check_ends(x: Any) -> None:
+    """Raises on a data set without an end, whose epoch passes a record many times."""
+    if isinstance(x, keras.utils.PyDataset):
+        endless = x.num_batches is None
+    else:
+        endless = (
+            isinstance(x, tf.data.Dataset)
+            and x.cardinality() == tf.data.INFINITE_CARDINALITY
+        )
+    if endless:
+        raise ValueError(
+            "The data set has no end or no known length, so once_per_epoch=True cannot "
+            "hold. Leave out `repeat()`, give a PyDataset its `__len__`, or leave out "
+            "once_per_epoch."
         )

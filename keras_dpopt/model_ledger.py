@@ -43,6 +43,8 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         self._optimizer: Any = None
         self._first_release = 0
         self._steps_before = 0
+        self._watch: Any = None
+        self._frozen: list[str] = []
         # Whether steps in the ledger may be going on elsewhere, from the same file.
         self._is_copy = False
 
@@ -61,6 +63,12 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
             raise RuntimeError(
                 "The model is training already, and a training within a training would "
                 "lose count of the steps. Train from outside of its callbacks."
+            )
+        owners = {getattr(variable, _LEDGER_TAG, None) for variable in self._weights()}
+        if any(owner is not None and owner._optimizer is not None for owner in owners):
+            raise RuntimeError(
+                "Another private model trains the same weights at this moment, and "
+                "neither could count the other's steps. Train one after the other."
             )
         self.sync()
         if self._is_copy and optimizer.keys.seeded:
@@ -86,9 +94,6 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
             lost: Steps that were made after the backup, and that it does not count.
             repeated: How many steps that are counted will be made again, in an exact
                 replay.
-
-        Raises:
-            RuntimeError: if a budget is set and already spent.
         """
         self._optimizer = None
         saved = Ledger.from_json(json.loads(text)["ledger"])
@@ -99,13 +104,18 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         self.ledger.combine(saved)
         self.ledger.begin(phase, resume=True)
         self._open(optimizer, repeated)
-        self.limit_steps()
 
     def _open(self, optimizer: Any, repeated: int = 0) -> None:
         self._optimizer = optimizer
         self._first_release = optimizer.releases_made()
         self._steps_before = self.ledger.phases[-1].steps - repeated
         self._set_limit()
+        self._watch = getattr(
+            getattr(self._model(), "private_step", None), "watch", None
+        )
+        if self._watch is not None:
+            self._watch.start()
+        self._frozen = self._frozen_digests()
 
     def sync(self) -> Ledger:
         """Brings the ledger up to date with the model, and returns it."""
@@ -136,6 +146,12 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         self._count()
         # A call of the train function outside of a phase would go uncounted.
         self._optimizer.limit_releases(0)
+        if self._watch is not None:
+            if not self._optimizer.use_ema:  # which Keras puts in at the end of a fit
+                self._watch.compare()
+            changed = self._watch.noticed() or self._frozen != self._frozen_digests()
+            if changed and not self._is_public():
+                self.ledger.note(_CHANGED)
         self._optimizer = None
         self.adopt()
         self.remember_weights()
@@ -146,24 +162,30 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
             setattr(variable, _DIGEST_TAG, _digest(variable))
 
     def set_budget(self, target_epsilon: float, delta: float, accountant: str) -> None:
-        """Sets the budget that every further phase keeps to."""
+        """Sets a budget that every further phase keeps to, besides those it has.
+
+        It does not raise if no step is left, for another may be set to a larger target
+        before the first step. `limit_steps` does.
+        """
         self.ledger.set_budget(target_epsilon, delta, accountant)
-        self.limit_steps()
+        if self._optimizer is not None:
+            self._set_limit()
 
     def limit_steps(self) -> None:
-        """Sets the optimizer's step limit to what the budget leaves.
+        """Sets the optimizer's step limit to what the budgets leave.
 
         Raises:
-            RuntimeError: if it leaves nothing.
+            RuntimeError: if one of them leaves nothing.
         """
-        if self._optimizer is None:
+        if self._optimizer is None or self._set_limit():
             return
-        budget = self.ledger.budget
-        if not self._set_limit() and budget is not None:
+        budget = self.ledger.spent_budget()
+        if budget is not None:
             raise RuntimeError(
                 f"The privacy budget (epsilon {budget.target_epsilon:g} at delta "
-                f"{budget.delta:g}) is spent, so no further step can be made. Stop "
-                "here, or set a larger target with PrivacyBudget."
+                f"{budget.delta:g}, by {budget.accountant.upper()}) is spent, so no "
+                "further step can be made. Stop here, or set a larger target for this "
+                "delta and accountant with PrivacyBudget."
             )
 
     def _set_limit(self) -> int:
@@ -178,7 +200,7 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
     def begin_epoch(self) -> None:
         """Counts an epoch, which matters where records come once an epoch."""
         self.sync().begin_epoch()
-        if self.ledger.phases[-1].once_per_epoch and self.ledger.budget is not None:
+        if self.ledger.phases[-1].once_per_epoch and self.ledger.budgets:
             self._set_limit()
 
     # --- weights ---------------------------------------------------------------------
@@ -192,6 +214,12 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
                 self._is_copy |= other._is_copy
             if variable.trainable:
                 setattr(variable, _LEDGER_TAG, self)
+
+    def _is_public(self) -> bool:
+        return _PUBLIC in self.ledger.notes and not self.ledger.total_steps
+
+    def _frozen_digests(self) -> list[str]:
+        return [_digest(v) for v in self._weights() if not v.trainable]
 
     def _check_weights(self) -> None:
         """Notes it if anything but private training has changed the weights."""
@@ -246,11 +274,14 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
             for variable in self._weights():
                 setattr(variable, _LEDGER_TAG, self)
         self._tag(digests)
+        if self._watch is not None:
+            self._watch.forget()
+            self._frozen = self._frozen_digests()
         if self._optimizer is not None:
             # Loaded by a callback: the phase goes on from here.
             self._steps_before = self.ledger.phases[-1].steps
             self._first_release = self._optimizer.releases_made()
-            if self.ledger.budget is not None:
+            if self.ledger.budgets:
                 self._set_limit()
 
     def note_missing(self) -> None:

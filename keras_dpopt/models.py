@@ -144,7 +144,14 @@ class PrivateModel(DPModel):
             **kwargs,
         )
 
-    def predict(self, x, batch_size=None, verbose: int | str = "auto", steps=None, callbacks=None):
+    def predict(
+        self,
+        x,
+        batch_size=None,
+        verbose: int | str = "auto",
+        steps=None,
+        callbacks=None,
+    ):
         """Predicts as in Keras, preprocessing as the model inside does."""
         if self._preprocess():
             x, batch_size = self._preprocessed((x,), batch_size), None

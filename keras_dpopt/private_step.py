@@ -10,21 +10,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_dpopt import engines, keras_compat, losses, prng
+from keras_dpopt import engines, keras_compat, losses, prng, step_checks
 from keras_dpopt.engines import GradientEngine, GradientProblem
 from keras_dpopt.queries import Point
-from keras_dpopt.types import ClippedSum, UnsupportedModelError
-
-# Graph operations that write to a variable or a table.
-_WRITES = (
-    "Assign",
-    "LookupTableImport",
-    "LookupTableInsert",
-    "ResourceApply",
-    "ResourceScatter",
-    "ResourceSparseApply",
-    "ResourceStridedSliceAssign",
-)
+from keras_dpopt.types import ClippedSum
+from keras_dpopt.weights_watch import WeightsWatch
 
 
 class PrivateStep:
@@ -59,11 +49,13 @@ class PrivateStep:
         # below this number.
         self.resume_step = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.engine: Any = None  # a GradientEngine, once chosen
+        self.watch = WeightsWatch(self._trainable)
 
     def __call__(self, batch: dict) -> None:
         """Does the step for a logical batch of `data.py`."""
         optimizer = self._optimizer
         due = self._is_due(batch["step"])
+        self.watch.compare()
         weights = self._values(self._trainable)
         points = optimizer.points(weights)
         regularization, penalty = self._regularization(weights)
@@ -73,6 +65,7 @@ class PrivateStep:
             clip = optimizer.mechanism.l2_norm_clip
             gradient = optimizer.release(ClippedSum(total, clip))
             optimizer.apply(gradient, self._trainable, regularization)
+            self.watch.remember()
             return tf.constant(True)
 
         tf.cond(due, update, lambda: tf.constant(False))
@@ -151,7 +144,7 @@ class PrivateStep:
         """The sum of clipped records of one microbatch, in a function of its own.
 
         It gets every value as an argument, so XLA can compile it, and a function of its
-        own can be searched for writes to raw `tf.Variable`s.
+        own can be searched for what it must not do.
         """
         mechanism = self._optimizer.mechanism
         coefficients = [point.coefficient for point in points]
@@ -163,6 +156,7 @@ class PrivateStep:
                 preprocess=functools.partial(mechanism.preprocess_record, params),
                 points=tuple(map(Point, coefficients, point_weights)),
                 loss_scale=self._loss_scale(),
+                names=tuple(v.path for v in self._trainable),
             )
             return engine.clipped_sum(problem, rows, seeds, count)
 
@@ -177,7 +171,9 @@ class PrivateStep:
         if run_eagerly:
             return run(*arguments)
         run = tf.function(run, autograph=False, jit_compile=self._jit_compile or None)
-        _refuse_writes(run.get_concrete_function(*arguments).graph)
+        graph = run.get_concrete_function(*arguments).graph
+        step_checks.refuse_state(graph)
+        step_checks.refuse_metric_reads(graph, self._model)
         return run(*arguments)
 
     def _loss_scale(self) -> float:
@@ -220,35 +216,15 @@ class PrivateStep:
             keras_compat.set_keras_mask(flat[int(index)], mask)
         y_pred = tf.nest.pack_sequence_as(outputs["y_pred"], flat)
         y, sample_weight = rows.get("y"), rows.get("sample_weight")
-        keras_compat.update_loss_trackers(
-            self._model, outputs["loss"] + penalty, y, y_pred, sample_weight, count
-        )
-        self._model.compute_metrics(rows["x"], y, y_pred, sample_weight=sample_weight)
+        model = self._model
+
+        def report():
+            keras_compat.update_loss_trackers(
+                model, outputs["loss"] + penalty, y, y_pred, sample_weight, count
+            )
+            model.compute_metrics(rows["x"], y, y_pred, sample_weight=sample_weight)
+
+        step_checks.guarded_report(model, report)
 
     def _values(self, variables):
         return tuple(tf.convert_to_tensor(v.value) for v in variables)
-
-
-def refuse_own_step(model_class: type, base: Any) -> None:
-    """Refuses a subclass of a private model that has its own `train_step`."""
-    if getattr(model_class, "train_step", None) is not base.train_step:
-        raise UnsupportedModelError(
-            f"{model_class.__name__} has its own train_step, which would take the "
-            "place of the private one. Remove it, and keep to `call`, `compute_loss` "
-            "on a batch of one, and metrics."
-        )
-
-
-def _refuse_writes(graph: tf.Graph) -> None:
-    """Refuses a model that writes to a variable that Keras does not know."""
-    definition = graph.as_graph_def()
-    nodes = list(definition.node)
-    for function in definition.library.function:
-        nodes += list(function.node_def)
-    written = sorted({node.op for node in nodes if node.op.startswith(_WRITES)})
-    if written:
-        raise UnsupportedModelError(
-            f"A layer writes to a tf.Variable or table ({', '.join(written)}), which "
-            "would carry raw data past the clipping and the noise. Remove that state, "
-            "or compute it from public data before training."
-        )

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_dpopt import (
@@ -66,6 +67,7 @@ def drawn(
         refused: Arguments of `fit` that do not go with arrays.
     """
     fit_arguments.refuse("arrays", **refused)
+    arguments.refuse_other_kinds(arrays)
     validation_data, notes = None, ()
     if held_out:
         if preprocess is not None:
@@ -78,6 +80,8 @@ def drawn(
     rows = data.rows_in_memory(
         x, y, sample_weight, class_weight, preprocess is not None
     )
+    if preprocess is not None:
+        notes += data.check_preprocessing(preprocess, rows.values)
     batch_size = arguments.resolve_batch_size(optimizer.expected_batch_size, batch_size)
     epoch = accounting.steps_per_epoch(rows.size, batch_size)  # refuses more than N
     optimizer.resolve_batch_size(batch_size)
@@ -117,15 +121,19 @@ def given(
         class_weight: As given to `fit`.
         shuffle: As given to `fit`; for the order of a `PyDataset`.
         steps_per_epoch: As given to `fit`.
-        once_per_epoch: The caller's word that no record comes twice in an epoch.
+        once_per_epoch: The caller's word that no record comes twice in an epoch; an
+            epoch must have an end.
         assume: "poisson" is the caller's word that batches are Poisson samples.
         train_size: N, or `None`.
         refused: Arguments of `fit` that do not go with a data set.
     """
     fit_arguments.refuse("a data set", **refused)
     fit_arguments.check_assumptions(assume, train_size, once_per_epoch, steps_per_epoch)
+    if once_per_epoch:
+        fit_arguments.check_ends(x)
     optimizer.resolve_batch_size(None)
     adapter = keras_compat.data_adapter(x, class_weight, shuffle)
+    notes = () if preprocess is None else _check_given(preprocess, x, adapter)
     start = _start()
     batches = data.given_batches(
         adapter.get_tf_dataset(), start, preprocess, adapter.num_batches
@@ -137,12 +145,28 @@ def given(
         once_per_epoch=once_per_epoch,
         assume=assume,
     )
-    return Source(batches, phase, start, adapter)
+    return Source(batches, phase, start, adapter, notes=notes)
 
 
 def single(optimizer) -> Phase:
     """What the ledger records of `train_on_batch`: batches that the caller made."""
     return _phase(optimizer, sampling="caller", train_size=None)
+
+
+def _check_given(preprocess, x, adapter) -> tuple[str, ...]:
+    """Tries the preprocessing on a batch, where looking at it takes none away."""
+    looks = 8  # a batch that is a Poisson sample may be empty
+    if isinstance(x, keras.utils.PyDataset):
+        elements = (x[i] for i in range(min(looks, adapter.num_batches or looks)))
+    elif isinstance(x, tf.data.Dataset):
+        elements = iter(adapter.get_tf_dataset().take(looks))
+    else:
+        return (data.UNCHECKED,)
+    for element in elements:
+        rows = data.element_rows(element)
+        if data.number_of_rows(rows) > 1:
+            return data.check_preprocessing(preprocess, rows)
+    return ()
 
 
 def _start() -> tf.Variable:

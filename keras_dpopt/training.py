@@ -9,11 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dpopt import data, fit_arguments, keras_compat, sources, statement
+from keras_dpopt import (
+    data,
+    fit_arguments,
+    keras_compat,
+    sources,
+    statement,
+    step_checks,
+)
 from keras_dpopt.dp_optimizer import check_private_optimizer
 from keras_dpopt.fit_run import FitRun
 from keras_dpopt.model_ledger import ModelLedger
-from keras_dpopt.private_step import PrivateStep, refuse_own_step
+from keras_dpopt.private_step import PrivateStep
 from keras_dpopt.saving import PrivateSaving
 
 
@@ -26,6 +33,7 @@ class PrivateTraining(PrivateSaving):
         self.private_step = None
         self.fit_run = None
         self._compiled_optimizer = None
+        self._own_train_function = None
 
     # --- compile ---------------------------------------------------------------------
 
@@ -61,12 +69,7 @@ class PrivateTraining(PrivateSaving):
                 asked of one that cannot.
         """
         del auto_scale_loss
-        check_private_optimizer(optimizer)
-        if jit_compile is True and not optimizer.mechanism.supports_jit:
-            raise ValueError(
-                "A dp_sum_query draws its own noise and cannot run under XLA. Leave "
-                "jit_compile out, or give l2_norm_clip and noise_multiplier."
-            )
+        check_private_optimizer(optimizer, jit_compile is True)
         self.privacy_ledger.close_phase()
         super().compile(
             optimizer=optimizer,
@@ -80,6 +83,7 @@ class PrivateTraining(PrivateSaving):
             auto_scale_loss=False,
         )
         self._compiled_optimizer = optimizer
+        self._own_train_function = self.train_function
         self._jit_microbatch = jit_compile is True and not run_eagerly
         self.private_step = None
 
@@ -155,7 +159,7 @@ class PrivateTraining(PrivateSaving):
         """
         self._check_ready()
         notes = fit_arguments.check_training_metric_callbacks(
-            callbacks, acknowledge_training_metrics
+            callbacks, acknowledge_training_metrics, x, validation_data
         )
         optimizer, preprocess = self.optimizer, self._preprocess()
         if keras_compat.is_data_set(x):
@@ -282,7 +286,9 @@ class PrivateTraining(PrivateSaving):
         """
         jit_compile, self.jit_compile = self.jit_compile, False
         try:
-            return super().make_train_function(force)
+            made = super().make_train_function(force)
+            self._own_train_function = self.train_function
+            return made
         finally:
             self.jit_compile = jit_compile
 
@@ -321,7 +327,7 @@ class PrivateTraining(PrivateSaving):
 
     def _check_ready(self):
         fit_arguments.check_ready(self, self._compiled_optimizer)
-        refuse_own_step(type(self), PrivateTraining)
+        step_checks.refuse_own_step(self, PrivateTraining, self._own_train_function)
 
     # --- privacy ---------------------------------------------------------------------
 

@@ -65,6 +65,8 @@ _RANKS = {
     "fingerprint": (4, 0),
     "model_ledger": (4, 0),
     "private_step": (4, 0),
+    "step_checks": (3, 0),
+    "weights_watch": (3, 0),
     "saving": (4, 0),
     "fit_arguments": (4, 1),
     "sources": (4, 2),

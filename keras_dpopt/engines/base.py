@@ -6,12 +6,14 @@ records, and the outputs of the model on them. It never returns a single record.
 
 import abc
 import dataclasses
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from keras_dpopt.queries import Point
+from keras_dpopt.types import UnsupportedModelError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +26,14 @@ class GradientProblem:
         points: Evaluation points of the query; the outputs are of the last.
         loss_scale: Power of two that the loss is multiplied by before the derivative
             and each record divided by before its norm: float16 would underflow.
+        names: Of the weights, for messages; without them they are numbered.
     """
 
     evaluate: Callable[..., Any]
     preprocess: Callable[..., Any]
     points: tuple[Point, ...]
     loss_scale: float = 1.0
+    names: tuple[str, ...] = ()
 
 
 class GradientEngine(abc.ABC):
@@ -59,21 +63,29 @@ def clipped_record(problem: GradientProblem, record, seeds):
 
         u = sum_j c_j * grad l(theta_j),        then one clip of u
 
+    A weight that the loss does not depend on has a gradient of zeros, and is named in a
+    warning: noise alone would move it.
+
     Returns:
         `(preprocessed record, outputs)` without a batch axis.
+
+    Raises:
+        UnsupportedModelError: if the loss depends on no weight at all.
     """
     total: list = []
+    missing = set(range(len(problem.points[0].weights)))
     for point in problem.points:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(point.weights)
             outputs = problem.evaluate(point.weights, seeds, record)
             scaled = outputs.loss * problem.loss_scale
-        gradients = tape.gradient(
-            scaled, point.weights, unconnected_gradients=tf.UnconnectedGradients.ZERO
-        )
+        gradients = tape.gradient(scaled, point.weights)
+        missing &= {i for i, g in enumerate(gradients) if g is None}
         gradients = [
             # A product over a sequence of unknown length forgets the weight's shape.
-            tf.ensure_shape(tf.cast(tf.convert_to_tensor(g), tf.float32), w.shape)
+            tf.zeros(w.shape, tf.float32)
+            if g is None
+            else tf.ensure_shape(tf.cast(tf.convert_to_tensor(g), tf.float32), w.shape)
             / problem.loss_scale
             for g, w in zip(gradients, point.weights, strict=True)
         ]
@@ -84,9 +96,31 @@ def clipped_record(problem: GradientProblem, record, seeds):
             if total
             else gradients
         )
+    _report_missing(sorted(missing), len(total), problem.names)
     drop_batch = lambda t: t[0]  # noqa: E731
     return problem.preprocess(tuple(total)), {
         "loss": outputs.loss,
         "y_pred": tf.nest.map_structure(drop_batch, outputs.y_pred),
         "masks": tf.nest.map_structure(drop_batch, outputs.masks),
     }
+
+
+def _report_missing(missing: Sequence[int], weights: int, names: Sequence[str]):
+    """Says, as the step is traced, which weights the loss does not depend on."""
+    if not missing:
+        return
+    remedy = (
+        "A `call` decorated with @tf.function gives none: take the decorator off. "
+        "Layers that the loss does not use want `trainable = False` before `compile`."
+    )
+    if len(missing) == weights:
+        raise UnsupportedModelError(
+            "Gradients do not exist for any trainable variable, so noise alone would "
+            f"move the weights. {remedy}"
+        )
+    shown = ", ".join(repr(names[i]) if names else f"number {i}" for i in missing)
+    warnings.warn(
+        f"Gradients do not exist for variables [{shown}] when minimizing the loss: "
+        f"noise alone moves them. {remedy}",
+        stacklevel=2,
+    )
