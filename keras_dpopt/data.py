@@ -293,26 +293,26 @@ def check_preprocessing(preprocess, rows: dict) -> tuple[str, ...]:
         return ()
     together = tf.nest.map_structure(lambda *t: tf.concat(t, axis=0), *alone)
     runs = [_outputs(preprocess, together) for _ in range(2)]
-    if _same(*runs):
-        mixed = not _same(runs[0], _joined([_outputs(preprocess, r) for r in alone]))
-    else:
+    if _same(*runs) and _same(
+        runs[0], _joined([_outputs(preprocess, row) for row in alone])
+    ):
+        return ()
+    runs += [_outputs(preprocess, together) for _ in range(_TRIED_RUNS)]
+    if _vary(runs):
         # Random. Where every row varies in company and none alone, it is the company.
-        more = [_outputs(preprocess, together) for _ in range(_TRIED_RUNS)]
         mixed = all(
-            _vary([[leaf[i : i + 1] for leaf in run] for run in [*runs, *more]])
+            _vary([[leaf[i : i + 1] for leaf in run] for run in runs])
             and not _vary([_outputs(preprocess, row) for _ in range(_TRIED_RUNS)])
             for i, row in enumerate(alone)
         )
         if not mixed:
             return (_RANDOM,)
-    if mixed:
-        raise UnsupportedModelError(
-            "The model's preprocessing makes something else of a record alone than "
-            "among others, so clipping does not bound what one record changes. Give "
-            "the preprocessor a fixed sequence length, or preprocess the data record "
-            "by record before `fit`."
-        )
-    return ()
+    raise UnsupportedModelError(
+        "The model's preprocessing makes something else of a record alone than "
+        "among others, so clipping does not bound what one record changes. Give "
+        "the preprocessor a fixed sequence length, or preprocess the data record "
+        "by record before `fit`."
+    )
 
 
 def _outputs(preprocess, rows) -> list[np.ndarray]:

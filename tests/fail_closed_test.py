@@ -635,7 +635,14 @@ def test_deciding_on_validation_data_is_fine(tmp_path):
         keras.callbacks.ReduceLROnPlateau(),
         keras.callbacks.ModelCheckpoint(tmp_path / "model.keras"),
     ]
-    tiny.fit(model, X, Y, batch_size=4, validation_data=(X, Y), callbacks=callbacks)
+    tiny.fit(
+        model,
+        X,
+        Y,
+        batch_size=4,
+        validation_data=(X.copy(), Y.copy()),
+        callbacks=callbacks,
+    )
     assert tiny.steps(model) == 3
 
 
