@@ -81,8 +81,8 @@ def steps_per_epoch(train_size: int, batch_size: int) -> int:
 def training_steps(train_size: int, batch_size: int, epochs: int) -> int:
     """Returns the number of steps of a fit, epochs * ceil(N / b).
 
-    The one place where this library counts the steps of a fit: `fit`, calibration,
-    `epsilon` and the command line all ask it.
+    `epsilon` and `noise_multiplier` ask it; `fit` makes `steps_per_epoch` steps in each
+    of its epochs, so that all three count alike.
 
     Args:
         train_size: N, the number of training examples, at least 1.

@@ -140,7 +140,16 @@ class GaussianMechanism:
     def release(
         self, clipped: ClippedSum, state, key, step, expected_batch_size
     ) -> tuple[PrivatizedGradient, Any]:
-        """Adds the noise of release `step` and divides by the expected batch size."""
+        """Adds the noise of release `step` and divides by the expected batch size.
+
+        Raises:
+            ValueError: if the sum was clipped to another norm than the noise is for.
+        """
+        if clipped.sensitivity != self.l2_norm_clip:
+            raise ValueError(
+                f"The sum has sensitivity {clipped.sensitivity}, and the noise is for "
+                f"{self.l2_norm_clip}. Clip with this mechanism's `preprocess_record`."
+            )
         noised, _, _ = self._query.get_noised_result(
             clipped.values, self._query.make_global_state(key, step)
         )

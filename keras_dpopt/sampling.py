@@ -10,7 +10,7 @@ that PoissonSampler returns is only known at run time, which XLA does not allow.
 """
 
 import dataclasses
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import tensorflow as tf
 
@@ -18,17 +18,6 @@ from keras_dpopt import prng, validation
 
 # The sampler's key is its own, so every draw may use the same stream of its step.
 _STREAM = 0
-
-
-class Sampler(Protocol):
-    """What the data path asks of a sampler; see PoissonSampler."""
-
-    kind: ClassVar[str]
-
-    def indices(
-        self, key: prng.IntLike, step: prng.IntLike, train_size: int, batch_size: int
-    ) -> tf.Tensor:
-        """Returns the rows of the step's logical batch, ascending, as int64 [n]."""
 
 
 @dataclasses.dataclass(frozen=True)
