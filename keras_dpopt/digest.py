@@ -1,5 +1,9 @@
 """Digests of weights: has anything assigned them since?"""
 
+import hashlib
+from typing import Any
+
+import numpy as np
 import tensorflow as tf
 
 
@@ -17,3 +21,9 @@ def weights_digest(weights) -> tf.Tensor:
         factors = 2 * tf.range(tf.size(flat, tf.int64), dtype=tf.int64) + (2 * i + 1)
         total += tf.reduce_sum(bits * factors) * (2 * i + 1)
     return total
+
+
+def content_digest(variable: Any) -> str:
+    """Returns a digest of a variable's value, by a cryptographic hash, on the host."""
+    content = np.ascontiguousarray(variable.numpy())
+    return hashlib.blake2b(content.tobytes(), digest_size=8).hexdigest()

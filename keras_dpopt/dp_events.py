@@ -44,6 +44,35 @@ def check_sizes(train_size: int, batch_size: int) -> tuple[int, int]:
     return train_size, batch_size
 
 
+def group_size(train_size: int, batch_size: int, bands: int) -> int:
+    """Returns the size of the groups that take turns in banded sampling.
+
+    Args:
+        train_size: N, the number of training examples, at least 1.
+        batch_size: The expected batch size, 1 to floor(N / bands).
+        bands: The number of groups, at least 1.
+
+    Returns:
+        floor(N / bands), that of the smallest group.
+
+    Raises:
+        ValueError: A size is below 1, or the batch is larger than a group.
+        TypeError: One is not a whole number.
+
+    Example:
+        >>> group_size(1003, 50, bands=10)
+        100
+    """
+    train_size, batch_size = check_sizes(train_size, batch_size)
+    size = train_size // validation.check_positive_integer("bands", bands)
+    if batch_size > size:
+        raise ValueError(
+            f"A batch of {batch_size} is larger than a group: {train_size} examples in "
+            f"{bands} groups are {size} each. Use a smaller batch or fewer bands."
+        )
+    return size
+
+
 def effective_noise_multiplier(noise_multipliers: Sequence[float]) -> float:
     """Returns the noise multiplier of several Gaussian mechanisms on one batch.
 
@@ -145,6 +174,34 @@ def poisson_event(
     if batch_size == train_size:
         return gaussian
     return dp_accounting.PoissonSampledDpEvent(batch_size / train_size, gaussian)
+
+
+def banded_event(
+    noise_multipliers: Sequence[float], train_size: int, batch_size: int, bands: int
+) -> dp_accounting.DpEvent:
+    """Returns the event of one turn of all groups in banded sampling, under zero-out.
+
+    The records are in `bands` groups, whatever is in them, and the groups take turns:
+    step t draws each record of group t mod `bands` with probability
+    batch_size / floor(N / bands). With a strategy matrix of at most `bands` bands, the
+    steps that can hold one record do not overlap in it, so that each turn is one
+    Poisson-subsampled Gaussian (Choquette-Choo et al., arXiv:2306.08153).
+
+    Args:
+        noise_multipliers: As `effective_noise_multiplier`, relative to the largest
+            column norm of the strategy matrix times the clipping norm.
+        train_size: N, the number of training examples, at least 1.
+        batch_size: The expected batch size, 1 to floor(N / bands).
+        bands: The number of groups, no less than the matrix has bands.
+
+    Returns:
+        As `poisson_event`.
+
+    Raises:
+        ValueError: An argument is out of its range.
+    """
+    size = group_size(train_size, batch_size, bands)
+    return poisson_event(noise_multipliers, size, batch_size)
 
 
 def fixed_size_event(

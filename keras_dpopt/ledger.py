@@ -6,26 +6,16 @@ it never shrinks.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable
-from typing import Any, NoReturn
 
 import dp_accounting
 
-from keras_dpopt import accounting
-from keras_dpopt.phase import (
-    ASSUMPTIONS,
-    Budget,
-    Phase,
-    check_count,
-    check_texts,
-    relation_of,
-    smallest_by_key,
-)
+from keras_dpopt import accounting, ledger_text
+from keras_dpopt.budget import Budget, smallest_by_key
+from keras_dpopt.phase import ASSUMPTIONS, Phase, check_count, relation_of, releases_of
 
 __all__ = ["ASSUMPTIONS", "Budget", "Ledger", "Phase"]
 
-_VERSION = 1
 _NO_LIMIT = 10**9
 
 
@@ -87,32 +77,58 @@ class Ledger:
 
     # --- recording -------------------------------------------------------------------
 
-    def begin(self, phase: Phase, *, resume: bool = False) -> None:
+    def begin(self, phase: Phase, *, resume: bool = False, replays: str = "") -> None:
         """Opens a phase, which goes on with an earlier one of the same kind.
 
+        A phase that is one run (`Phase.is_one_run`) goes on only in an exact replay.
+        Anything else is another run, with a cost of its own.
+
         Args:
-            phase: What the coming steps are like; without steps.
+            phase: What the coming steps are like; without steps. A noise plan begins
+                with the first of them.
             resume: Go on even with a phase that was read from a file. Only right where
                 the process that wrote the file is gone for good, as after an
-                interruption.
+                interruption. It is then not known which step of a noise plan comes
+                next, unless `replays` says so: all count at its least multiplier.
+            replays: Identity of the phase that goes on as if nothing had happened: with
+                the same keys, in the state that it had after some of the steps that are
+                counted (`combine` comes first). Implies `resume`. Empty where the
+                continuation is a fork.
+
+        Raises:
+            ValueError: The phase has steps.
         """
         if phase.steps or phase.epochs_begun:
             raise ValueError(
                 f"A phase begins without steps, not with {phase.steps} of them. Use "
                 "`combine` to take over what another ledger has recorded."
             )
+        resume = resume or bool(replays)
         self._phases = [p for p in self._phases if p.steps]
-        self._epoch_is_new = True
-        for earlier in reversed(self._phases):
-            if earlier.same_as(phase) and (resume or earlier.identity in self._own):
-                self._phases.remove(earlier)
-                self._epoch_is_new = not resume
-                phase = earlier
-                break
+        earlier = self._that_goes_on(phase, resume, replays)
+        self._epoch_is_new = not (resume and earlier is not None)
+        if earlier is not None:
+            self._phases.remove(earlier)
+            phase = earlier
         else:
+            # Of a phase to replay that is not among them, no step has been made.
+            is_known = any(p.identity == replays for p in self._phases)
+            if resume and (is_known or not replays):
+                phase = phase.without_plan()
             phase = phase.named()
         self._phases.append(phase)
         self._own.add(phase.identity)
+
+    def _that_goes_on(self, phase: Phase, resume: bool, replays: str) -> Phase | None:
+        """The earlier phase that the coming steps belong to, if there is one."""
+        for earlier in reversed(self._phases):
+            if replays or phase.is_one_run:
+                may_go_on = earlier.identity == replays
+            else:
+                may_go_on = resume or earlier.identity in self._own
+            if may_go_on and earlier.same_as(phase):
+                return earlier
+        return None
 
     def begin_epoch(self) -> None:
         """Counts the next step as the first of another epoch."""
@@ -231,7 +247,7 @@ class Ledger:
                 f"Unknown assumption {assumption!r}. Use one of {ASSUMPTIONS}."
             )
         relation = self.relation
-        releases = [p.release(relation, assumption) for p in self._phases if p.steps]
+        releases = releases_of(self._phases, relation, assumption)
         return accounting.compose_epsilon(releases, delta, accountant, relation)
 
     def max_steps_within(
@@ -248,7 +264,7 @@ class Ledger:
             target_epsilon: The epsilon not to exceed, above 0 and finite.
             delta: The delta of the guarantee, in (0, 1).
             accountant: "rdp" or "pld".
-            phase: What the further steps are like.
+            phase: What the further steps are like, beginning with the first of a run.
             limit: The largest answer of interest.
 
         Returns:
@@ -258,16 +274,8 @@ class Ledger:
         Raises:
             ValueError: As `epsilon`.
         """
-        one_more = dataclasses.replace(phase, steps=1, epochs_begun=1)
-        relation = relation_of([*self._phases, one_more])
-        prior = [p.release(relation) for p in self._phases if p.steps]
-        event, _ = phase.release(relation)
-        by_epoch = phase.assumption == "once_per_epoch"
-        most = 1 if by_epoch else limit
-        steps = accounting.max_steps(
-            prior, event, target_epsilon, delta, accountant, relation, most
-        )
-        return limit * steps if by_epoch else steps
+        budget = Budget(target_epsilon, delta, accountant)
+        return _steps_within(budget, self._phases, phase.blank(), True, limit)
 
     def steps_left(self, limit: int = _NO_LIMIT) -> int:
         """Returns how many more steps of the open phase all budgets allow.
@@ -290,24 +298,14 @@ class Ledger:
         return next(spent, None)
 
     def _steps_within(self, budget: Budget, limit: int = 1) -> int:
-        target, delta, accountant = dataclasses.astuple(budget)
-        phase = self._phases[-1]
-        if phase.assumption == "once_per_epoch" and not self._epoch_is_new:
-            # The epoch is paid for, if what was paid is within the target.
-            return limit if self.epsilon(delta, accountant) <= target else 0
-        return self.max_steps_within(target, delta, accountant, phase, limit)
+        *others, phase = self._phases
+        return _steps_within(budget, others, phase, self._epoch_is_new, limit)
 
     # --- saving ----------------------------------------------------------------------
 
     def to_json(self) -> str:
         """Returns the ledger as strict JSON, which `from_json` reads."""
-        content = {
-            "version": _VERSION,
-            "phases": [phase.to_fields() for phase in self._phases],
-            "notes": self._notes,
-            "budgets": [dataclasses.asdict(budget) for budget in self.budgets],
-        }
-        return json.dumps(content, allow_nan=False)
+        return ledger_text.write(self._phases, self._notes, self.budgets)
 
     @classmethod
     def from_json(cls, text: str) -> "Ledger":
@@ -316,34 +314,28 @@ class Ledger:
         Raises:
             ValueError: The text is no ledger, or one of a version that is not known.
         """
-        try:
-            content: dict[str, Any] = json.loads(text, parse_constant=_refuse)
-            version = content.pop("version")
-        except (ValueError, KeyError, AttributeError, TypeError):
-            raise ValueError(
-                "This is no privacy ledger. Load a file that keras_dpopt has saved."
-            ) from None
-        if version != _VERSION:
-            raise ValueError(
-                f"The privacy ledger has version {version!r}, and this keras_dpopt "
-                f"reads version {_VERSION}. Use the keras_dpopt that saved it."
-            )
-        try:
-            phases, notes, budgets = map(content.pop, ("phases", "notes", "budgets"))
-            if content:
-                raise KeyError(f"unknown: {sorted(content)}")
-            if not all(isinstance(part, list) for part in (phases, notes, budgets)):
-                raise TypeError("a list is missing")
-            return cls(
-                [Phase.from_fields(fields) for fields in phases],
-                check_texts("notes", notes),
-                [Budget(**fields) for fields in budgets],
-            )
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(
-                f"The privacy ledger is damaged ({error}). Load an intact copy."
-            ) from error
+        return cls(*ledger_text.read(text))
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")  # though Python writes and reads it
+def _steps_within(
+    budget: Budget, others: list[Phase], phase: Phase, epoch_is_new: bool, limit: int
+) -> int:
+    """How many more steps of `phase` a budget allows, besides the other phases."""
+
+    def after(steps: int) -> Phase:
+        return dataclasses.replace(
+            phase,
+            steps=phase.steps + steps,
+            epochs_begun=phase.epochs_begun + epoch_is_new,
+        )
+
+    relation = relation_of([*others, after(1)])
+    prior = releases_of(others, relation)
+    return accounting.max_steps(
+        lambda steps: [*prior, *after(steps).releases(relation)],
+        budget.target_epsilon,
+        budget.delta,
+        budget.accountant,
+        relation,
+        limit,
+    )

@@ -1,19 +1,17 @@
 """The ledger of a model while it trains: it reads the step counter and saves itself."""
 
 import dataclasses
-import hashlib
 import json
 import weakref
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from keras_dpopt import keras_compat
+from keras_dpopt.digest import content_digest
 from keras_dpopt.ledger import Ledger, Phase
+from keras_dpopt.ledger_saving import LedgerSaving
 
-_KEY = "privacy_ledger"
 # What each trained variable carries.
 _LEDGER_TAG = "_keras_dpopt_ledger"
 _DIGEST_TAG = "_keras_dpopt_digest"
@@ -25,7 +23,7 @@ _CHANGED = (
 _PUBLIC = "The weights were pretrained on data declared public."
 
 
-class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState):
+class ModelLedger(LedgerSaving):
     """Keeps the ledger of a model, beside its layers in every weights file.
 
     The ledger goes with the weights: each trained variable carries a reference to it,
@@ -59,11 +57,7 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         Raises:
             RuntimeError: if a phase is open.
         """
-        if self._optimizer is not None:
-            raise RuntimeError(
-                "The model is training already, and a training within a training would "
-                "lose count of the steps. Train from outside of its callbacks."
-            )
+        self.refuse_if_open()
         owners = {getattr(variable, _LEDGER_TAG, None) for variable in self._weights()}
         if any(owner is not None and owner._optimizer is not None for owner in owners):
             raise RuntimeError(
@@ -82,8 +76,27 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         self.ledger.begin(phase)
         self._open(optimizer)
 
+    def refuse_if_open(self) -> None:
+        """Raises if the model is training.
+
+        Raises:
+            RuntimeError: if a phase is open.
+        """
+        if self._optimizer is not None:
+            raise RuntimeError(
+                "The model is training already, and a training within a training would "
+                "lose count of the steps. Train from outside of its callbacks."
+            )
+
     def resume(
-        self, text: str, phase: Phase, optimizer: Any, lost: int, repeated: int
+        self,
+        text: str,
+        phase: Phase,
+        optimizer: Any,
+        *,
+        lost: int,
+        repeated: int,
+        replay: bool,
     ) -> None:
         """Reopens the phase of a backup.
 
@@ -94,6 +107,8 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
             lost: Steps that were made after the backup, and that it does not count.
             repeated: How many steps that are counted will be made again, in an exact
                 replay.
+            replay: Whether the run goes on as if it had never stopped, under the keys
+                of the backup.
         """
         self._optimizer = None
         saved = Ledger.from_json(json.loads(text)["ledger"])
@@ -101,12 +116,18 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
             # They were made in the phase of the backup, which may cost more or less
             # than the one that comes now.
             saved.set_steps(saved.phases[-1].steps + lost)
+        replays = saved.phases[-1].identity if replay else ""
         self.ledger.combine(saved)
-        self.ledger.begin(phase, resume=True)
-        self._open(optimizer, repeated)
+        self.ledger.begin(phase, resume=True, replays=replays)
+        # A replay with another plan (more epochs, say) is a run of its own as well.
+        is_new_run = self.ledger.phases[-1].identity != replays
+        self._open(optimizer, repeated, is_new_run)
 
-    def _open(self, optimizer: Any, repeated: int = 0) -> None:
+    def _open(self, optimizer: Any, repeated: int = 0, is_new_run: bool = True) -> None:
         self._optimizer = optimizer
+        optimizer.follow_schedule()
+        if is_new_run:
+            optimizer.restart_run()
         self._first_release = optimizer.releases_made()
         self._steps_before = self.ledger.phases[-1].steps - repeated
         self._set_limit()
@@ -159,7 +180,7 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
     def remember_weights(self) -> None:
         """Takes the weights as they are for what the ledger covers."""
         for variable in self._weights():
-            setattr(variable, _DIGEST_TAG, _digest(variable))
+            setattr(variable, _DIGEST_TAG, content_digest(variable))
 
     def set_budget(self, target_epsilon: float, delta: float, accountant: str) -> None:
         """Sets a budget that every further phase keeps to, besides those it has.
@@ -219,7 +240,7 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         return _PUBLIC in self.ledger.notes and not self.ledger.total_steps
 
     def _frozen_digests(self) -> list[str]:
-        return [_digest(v) for v in self._weights() if not v.trainable]
+        return [content_digest(v) for v in self._weights() if not v.trainable]
 
     def _check_weights(self) -> None:
         """Notes it if anything but private training has changed the weights."""
@@ -232,7 +253,11 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
             owner = getattr(variable, _LEDGER_TAG, None)
             known = getattr(variable, _DIGEST_TAG, None)
             in_training = owner is not None and owner._optimizer is not None
-            if known is not None and not in_training and known != _digest(variable):
+            if (
+                known is not None
+                and not in_training
+                and known != content_digest(variable)
+            ):
                 self.ledger.note(_CHANGED)
                 return
 
@@ -248,7 +273,7 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         digests = [
             getattr(variable, _DIGEST_TAG, None)
             if self._optimizer is None
-            else _digest(variable)
+            else content_digest(variable)
             for variable in self._weights()
         ]
         return json.dumps({"ledger": ledger, "digests": digests})
@@ -294,6 +319,11 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         self._tag([None] * len(self._weights()))
 
     def _fork(self) -> None:
+        if self._optimizer is not None and self.ledger.phases[-1].is_one_run:
+            raise RuntimeError(
+                "Weights were loaded within a run whose noise is planned as a whole, "
+                "which cannot go on under other keys. Load them between two fits."
+            )
         self._count()
         keys = getattr(getattr(self._model(), "optimizer", None), "keys", None)
         if keys is not None:
@@ -304,31 +334,3 @@ class ModelLedger(keras_compat.KerasSaveable, tf.train.experimental.PythonState)
         if len(digests) == len(weights):
             for variable, known in zip(weights, digests, strict=True):
                 setattr(variable, _DIGEST_TAG, known)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Implements Keras' saving."""
-        store[_KEY] = np.frombuffer(self.to_json().encode(), dtype=np.uint8)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Implements Keras' loading."""
-        if _KEY in store.keys():  # noqa: SIM118 - an H5 store is no dict
-            self.load_json(bytes(np.asarray(store[_KEY])).decode())
-        else:
-            self.note_missing()
-
-    def serialize(self) -> str:
-        """Implements the saving of `tf.train.Checkpoint`."""
-        with keras_compat.eager_mode():  # `tf.saved_model.save` builds a graph
-            return self.to_json()
-
-    def deserialize(self, string_value: Any) -> None:
-        """Implements the loading of `tf.train.Checkpoint`."""
-        self.load_json(tf.compat.as_text(string_value))
-
-    def _obj_type(self):
-        return "Loss"  # of Keras' types the one that has no state of its own to skip
-
-
-def _digest(variable: Any) -> str:
-    content = np.ascontiguousarray(variable.numpy())
-    return hashlib.blake2b(content.tobytes(), digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""What a ledger holds: phases, of steps made in the same way, and budgets."""
+"""What a ledger holds: phases, of steps made in the same way."""
 
 import dataclasses
 import math
@@ -10,39 +10,17 @@ from typing import Any
 import dp_accounting
 
 from keras_dpopt import accounting, validation
+from keras_dpopt.noise_plan import NoisePlan, check_plan, first_steps
 
-SAMPLINGS = ("poisson", "fixed_size", "caller")
-"""Who made the batches: the library in one of two ways, or the caller."""
+SAMPLINGS = ("poisson", "fixed_size", "caller", "cyclic", "banded")
+"""Who made the batches: the library in one of four ways, or the caller."""
 
 ASSUMPTIONS = ("nothing", "once_per_epoch", "poisson")
 """What can be assumed of batches that the caller made, strictest first."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """An epsilon that the model may reach in all, at one delta.
-
-    Attributes:
-        target_epsilon: Above 0 and finite.
-        delta: In (0, 1).
-        accountant: "rdp" or "pld".
-    """
-
-    target_epsilon: float
-    delta: float
-    accountant: str = "rdp"
-
-    def __post_init__(self):
-        set_field = object.__setattr__  # the only way in a frozen dataclass
-        target = validation.check_positive("target_epsilon", self.target_epsilon)
-        set_field(self, "target_epsilon", target)
-        set_field(self, "delta", validation.check_delta(self.delta))
-        accounting.check_accountant(self.accountant)
-
-    @property
-    def key(self) -> tuple[float, str]:
-        """What budgets must share for one to replace the other."""
-        return self.delta, self.accountant
+# Fields that earlier versions of the library do not know, with their defaults.
+_ADDED_LATER = {"steps_per_release": 1, "noise_plan": ()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +29,15 @@ class Phase:
 
     Attributes:
         optimizer: Name of the optimizer class, for the reader.
-        sampling: How the batches came about: "poisson" and "fixed_size" (without
-            replacement) were drawn by the library, "caller" by the caller.
+        sampling: How the batches came about. "poisson" and "fixed_size" (without
+            replacement) were drawn by the library, "caller" by the caller. "cyclic":
+            the library takes ceil(N / B) fixed blocks in turn, in the same order in
+            every epoch. "banded": it takes G = `steps_per_release` fixed groups in
+            turn, and draws each record of the one whose turn it is with probability
+            B / floor(N / G).
         noise_multipliers: Of one release, one for each Gaussian mechanism in it: noise
-            standard deviation over sensitivity, each finite and at least 0.
+            standard deviation over sensitivity, each finite and at least 0. With a
+            noise_plan one, the least of the plan.
         l2_norm_clip: The (initial) clipping norm C, above 0; None where unknown.
             Infinity means no clipping, hence no privacy.
         expected_batch_size: B, at least 1.
@@ -64,7 +47,16 @@ class Phase:
             needs a train_size. None assumes nothing.
         seeded: Whether the noise or the batches came from a seed that the user chose.
         notes: Facts that the statement prints.
-        steps: Number of releases, at least 0.
+        steps_per_release: How many steps are one release together, at least 1: the
+            release counts once for each begun group of so many steps. More than 1
+            needs "cyclic" (the noise multiplier is then relative to the sensitivity of
+            all these steps together, and noise is drawn afresh for the next) or
+            "banded" (where it is the number of groups).
+        noise_plan: For noise multipliers that change: pairs (noise multiplier, number
+            of steps) for the planned steps, in order. Those made are the first of them;
+            steps beyond the plan count at its least multiplier, and must not have less.
+            Empty where all steps have `noise_multipliers`.
+        steps: Number of steps made, at least 0.
         epochs_begun: Number of epochs in which a release was made; at least 1 if any.
         identity: Random name of the phase, by which two ledgers recognise that they
             know of the same releases. The ledger sets it.
@@ -80,6 +72,8 @@ class Phase:
     assume: str | None = None
     seeded: bool = False
     notes: tuple[str, ...] = ()
+    steps_per_release: int = 1
+    noise_plan: NoisePlan = ()
     steps: int = 0
     epochs_begun: int = 0
     identity: str = ""
@@ -129,9 +123,10 @@ class Phase:
             )
         if self.train_size is None and (self.assume or self.sampling != "caller"):
             raise ValueError(
-                "Poisson and fixed-size sampling are accounted with the number of "
-                "training examples, which is missing. Pass `train_size`."
+                "Batches of the library, and Poisson sampling, are accounted with the "
+                "number of training examples, which is missing. Pass `train_size`."
             )
+        self._check_runs()
         for name in ("steps", "epochs_begun"):
             set_field(self, name, check_count(name, getattr(self, name)))
         if self.steps and not self.epochs_begun:
@@ -140,9 +135,39 @@ class Phase:
                 "in one. Pass the number of epochs in which a step was made."
             )
 
+    def _check_runs(self) -> None:
+        """Checks the fields that make a phase one run, once the others are checked."""
+        set_field = object.__setattr__
+        per_release = validation.check_positive_integer(
+            "steps_per_release", self.steps_per_release
+        )
+        set_field(self, "steps_per_release", per_release)
+        if per_release > 1 and self.sampling not in ("cyclic", "banded"):
+            raise ValueError(
+                f"With {self.sampling!r} batches each step is a release of its own, so "
+                f"`steps_per_release` cannot be {per_release}. Pass 1, or use cyclic "
+                "or banded batches."
+            )
+        if self.sampling == "banded" and self.train_size is not None:
+            accounting.group_size(
+                self.train_size, self.expected_batch_size, per_release
+            )
+        plan = check_plan(self.noise_plan)
+        set_field(self, "noise_plan", plan)
+        if plan and per_release > 1:
+            raise ValueError(
+                "A noise plan has one noise multiplier a step, but here "
+                f"{per_release} steps are one release. Pass one of both."
+            )
+        if plan and self.noise_multipliers != (least := min(plan)[0],):
+            raise ValueError(
+                f"The least noise multiplier of the plan is {least}, but "
+                f"`noise_multipliers` is {self.noise_multipliers}. Pass ({least},)."
+            )
+
     @property
     def noise_multiplier(self) -> float:
-        """The noise multiplier of the whole release; 0 without clipping, too."""
+        """The (least) noise multiplier of a whole release; 0 without clipping, too."""
         if self.l2_norm_clip == math.inf:
             return 0.0
         return accounting.effective_noise_multiplier(self.noise_multipliers)
@@ -164,12 +189,25 @@ class Phase:
         """Returns the phase with a new random identity."""
         return dataclasses.replace(self, identity=uuid.uuid4().hex)
 
-    def release(
+    @property
+    def is_one_run(self) -> bool:
+        """Whether these are the steps of one run, which no later fit goes on with.
+
+        Half a run and half a run are two runs, and two releases; and a plan begins with
+        the first step of a run.
+        """
+        return self.steps_per_release > 1 or bool(self.noise_plan)
+
+    def without_plan(self) -> "Phase":
+        """Returns the phase with each step at the least noise multiplier."""
+        return dataclasses.replace(self, noise_plan=())
+
+    def releases(
         self,
         relation: dp_accounting.NeighboringRelation,
         assumption: str | None = None,
-    ) -> accounting.Release:
-        """Returns the event of this phase and how often it was released.
+    ) -> list[accounting.Release]:
+        """Returns the events of this phase, and how often each was released.
 
         Under replace-one, Poisson batches count as if every record were in each of
         them, which is an upper bound (see `accounting.unsampled_event`); dp_accounting
@@ -180,41 +218,70 @@ class Phase:
             assumption: One of `ASSUMPTIONS`, in place of what the caller declared.
 
         Returns:
-            The pair (event, count).
+            Pairs (event, count). One more step, or epoch, never makes them cost less.
 
         Raises:
             ValueError: "poisson" is assumed and train_size is unknown.
         """
-        noise = (self.noise_multiplier,)
-        train_size, batch_size = self.train_size, self.expected_batch_size
         sampling = self.sampling
         if sampling == "caller":
             sampling = assumption or self.assumption
+        unbounded = self.l2_norm_clip == math.inf
+        return [
+            (self._event((0.0 if unbounded else sigma,), sampling, relation), count)
+            for sigma, count in self._multipliers(sampling)
+        ]
+
+    def _multipliers(self, sampling: str) -> Iterable[tuple[float, int]]:
+        """The noise multipliers that were used, each with its number of releases."""
         if sampling == "once_per_epoch":
             # In one epoch a record meets one release at most; the others do not depend
-            # on it. A release needs a step, and a step is in some epoch.
-            count = min(self.steps, max(1, self.epochs_begun))
-            return accounting.unsampled_event(noise, relation), count
-        if sampling == "nothing" or (
-            sampling == "poisson" and relation is accounting.REPLACE_ONE
+            # on it. A release needs a step, and a step is in some epoch. Which release
+            # of a plan it meets is not known: that with the least noise, say.
+            return [(self.noise_multiplier, min(self.steps, max(1, self.epochs_begun)))]
+        if self.noise_plan:
+            return first_steps(self.noise_plan, self.steps)
+        # A group that is begun costs all of it: the noise was made for the whole.
+        return [(self.noise_multiplier, -(-self.steps // self.steps_per_release))]
+
+    def _event(
+        self,
+        noise: tuple[float],
+        sampling: str,
+        relation: dp_accounting.NeighboringRelation,
+    ) -> dp_accounting.DpEvent:
+        """The event of one release with this noise."""
+        train_size, batch_size = self.train_size, self.expected_batch_size
+        if sampling in ("nothing", "once_per_epoch", "cyclic") or (
+            sampling != "fixed_size" and relation is accounting.REPLACE_ONE
         ):
-            return accounting.unsampled_event(noise, relation), self.steps
+            return accounting.unsampled_event(noise, relation)
         if train_size is None:
             raise ValueError(
                 "Poisson sampling cannot be assumed without the number of training "
                 "examples. Pass `train_size` to fit."
             )
         if sampling == "fixed_size":
-            event = accounting.fixed_size_event(noise, train_size, batch_size)
-        else:
-            event = accounting.poisson_event(noise, train_size, batch_size)
-        return event, self.steps
+            return accounting.fixed_size_event(noise, train_size, batch_size)
+        if sampling == "banded":
+            bands = self.steps_per_release
+            return accounting.banded_event(noise, train_size, batch_size, bands)
+        return accounting.poisson_event(noise, train_size, batch_size)
 
     # --- saving ----------------------------------------------------------------------
+
+    @property
+    def since_version(self) -> int:
+        """The first version of the ledger's text that has such phases."""
+        is_new = self.is_one_run or self.sampling in ("cyclic", "banded")
+        return 2 if is_new else 1
 
     def to_fields(self) -> dict[str, Any]:
         """Returns the attributes as a dict that strict JSON can hold."""
         fields = dataclasses.asdict(self)
+        for name, value in _ADDED_LATER.items():
+            if fields[name] == value:
+                del fields[name]  # so that earlier versions read what they understand
         if self.l2_norm_clip == math.inf:
             fields["l2_norm_clip"] = "inf"  # JSON has no infinity
         return fields
@@ -233,14 +300,13 @@ def relation_of(phases: Iterable[Phase]) -> dp_accounting.NeighboringRelation:
     return accounting.ZERO_OUT
 
 
-def smallest_by_key(budgets: Iterable[Budget]) -> dict[tuple[float, str], Budget]:
-    """Returns the budget with the smallest target for each key, in order."""
-    smallest: dict[tuple[float, str], Budget] = {}
-    for budget in budgets:
-        earlier = smallest.setdefault(budget.key, budget)
-        if budget.target_epsilon < earlier.target_epsilon:
-            smallest[budget.key] = budget
-    return smallest
+def releases_of(
+    phases: Iterable[Phase],
+    relation: dp_accounting.NeighboringRelation,
+    assumption: str | None = None,
+) -> list[accounting.Release]:
+    """Returns what was released in all these phases; see `Phase.releases`."""
+    return [r for p in phases if p.steps for r in p.releases(relation, assumption)]
 
 
 def check_count(name: str, value: Any) -> int:

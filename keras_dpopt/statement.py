@@ -5,10 +5,10 @@ import decimal
 import json
 import math
 import textwrap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from keras_dpopt import accounting, validation
+from keras_dpopt import accounting, statement_words, validation
 from keras_dpopt.ledger import Ledger
 from keras_dpopt.phase import ASSUMPTIONS, Phase
 
@@ -24,21 +24,6 @@ _RELATIONS = {
     "replace-one": "one example is replaced with any other",
 }
 
-_ASSUMPTION_WORDS = {
-    "nothing": "nothing assumed: every example may be in every step",
-    "once_per_epoch": "each example in one step an epoch at most",
-    "poisson": "Poisson sampling",
-}
-
-_NOT_COVERED = (
-    "Logged training loss and metrics: computed from the raw data without noise, so "
-    "do not publish them.",
-    "Decisions that callbacks of your own take from logged training values.",
-    "Validation and test data, those that validation_split sets aside included.",
-    "Choices made by looking at the data: preprocessing, architecture, settings, "
-    "which of several runs to keep.",
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class PrivacyStatement:
@@ -53,11 +38,12 @@ class PrivacyStatement:
         neighboring_relation: "zero-out" or "replace-one".
         privacy_unit: What one record is: "per example".
         sampling: How the batches came about, in words.
-        noise_multiplier: sigma of one step; None where phases differ.
+        noise_multiplier: sigma of one release; None where steps or phases differ.
         l2_norm_clip: Clipping norm; None where phases differ or it is unknown.
         train_size: N; None where phases differ or it is unknown.
         steps: Number of private steps.
-        phases: For each kind of step a dict of its settings and number of steps.
+        phases: For each kind of step a dict of its settings and number of steps;
+            "steps_of_runs" has the number of each run where a run counts as a whole.
         alternatives: Where the caller made the batches: epsilon under each of the
             possible assumptions ("nothing", "once_per_epoch", "poisson"); None where
             the number of training examples is needed and unknown. Else empty.
@@ -106,7 +92,7 @@ class PrivacyStatement:
             ("steps", str(self.steps)),
         ]
         for phase in self.phases:
-            table.append(("mechanism", _mechanism_words(phase)))
+            table.append(("mechanism", statement_words.mechanism_words(phase)))
             table.append(("batches", phase["batches"]))
         for name, words in table:
             lines += _wrapped([words], f"  {name:<12}")
@@ -114,7 +100,7 @@ class PrivacyStatement:
             lines.append("Epsilon by what is assumed of the batches that you made:")
             lines += [
                 f"  {'needs N' if value is None else _upwards(value):<10}  "
-                f"{_ASSUMPTION_WORDS[name]}"
+                f"{statement_words.ASSUMPTION_WORDS[name]}"
                 for name, value in self.alternatives.items()
             ]
         lines += _wrapped([_meaning(self)], "")
@@ -156,10 +142,10 @@ def privacy_statement(
     delta = validation.check_delta(delta)
     epsilon = ledger.epsilon(delta, accountant)
     # Phases of one kind, made before and after a reload, are one to the reader.
-    kinds: dict[Phase, int] = {}
+    kinds: dict[Phase, list[int]] = {}
     for phase in ledger.phases:
         if phase.steps:
-            kinds[phase.blank()] = kinds.get(phase.blank(), 0) + phase.steps
+            kinds.setdefault(phase.blank(), []).append(phase.steps)
     sizes = [kind.train_size for kind in kinds if kind.train_size is not None]
     if sizes:
         validation.warn_if_delta_is_large(delta, min(sizes))
@@ -170,16 +156,18 @@ def privacy_statement(
         accountant=accountant,
         neighboring_relation="replace-one" if replaced else "zero-out",
         privacy_unit="per example",
-        sampling="; also ".join(dict.fromkeys(map(_sampling_words, kinds))),
-        noise_multiplier=_the_one(kind.noise_multiplier for kind in kinds),
+        sampling="; also ".join(
+            dict.fromkeys(map(statement_words.sampling_words, kinds))
+        ),
+        noise_multiplier=_the_one(sigma for kind in kinds for sigma in _noise(kind)),
         l2_norm_clip=_the_one(kind.l2_norm_clip for kind in kinds),
         train_size=_the_one(kind.train_size for kind in kinds),
         steps=ledger.total_steps,
-        phases=tuple(_phase_dict(kind, steps) for kind, steps in kinds.items()),
+        phases=tuple(statement_words.phase_dict(*item) for item in kinds.items()),
         alternatives=_alternatives(ledger, kinds, delta, accountant),
-        warnings=tuple(_warnings(kinds, epsilon, delta, sizes)),
-        assumptions=tuple(_assumptions(kinds, replaced)),
-        not_covered=_NOT_COVERED if kinds else (),
+        warnings=tuple(statement_words.warnings(kinds, epsilon, delta, sizes)),
+        assumptions=tuple(statement_words.assumptions(kinds, replaced)),
+        not_covered=statement_words.NOT_COVERED if kinds else (),
         notes=tuple(
             dict.fromkeys([*ledger.notes, *(n for kind in kinds for n in kind.notes)])
         ),
@@ -204,101 +192,9 @@ def _alternatives(
     return values
 
 
-def _warnings(
-    kinds: Collection[Phase], epsilon: float, delta: float, sizes: list[int]
-) -> Iterator[str]:
-    """What makes the guarantee void or weak, worst first."""
-    if math.isinf(epsilon):
-        if any(kind.noise_multiplier == 0 for kind in kinds):
-            reason = "steps were made without noise, or without clipping"
-        else:
-            reason = "the noise is too small for any finite epsilon"
-        yield f"NOT PRIVATE: epsilon is infinite, because {reason}."
-    if any(kind.seeded for kind in kinds):
-        yield (
-            "The run was seeded: not private against whoever knows the seed, nor "
-            "against whoever sees two runs with the same seed, whose noise cancels."
-        )
-    if sizes and delta * min(sizes) >= 1:
-        yield (
-            f"delta is not below 1/N = {1 / min(sizes):.3g}: such a guarantee would "
-            "allow publishing a whole example. State a delta well below 1/N."
-        )
-
-
-def _assumptions(kinds: Collection[Phase], replaced: bool) -> Iterator[str]:
-    """What the guarantee relies on."""
-    yield (
-        "The weights before the first private step, and state such as an adapted "
-        "Normalization layer, do not come from the protected data."
-    )
-    if not kinds:
-        return
-    yield (
-        "An example is one row of the training data. A person with several rows is "
-        "protected less."
-    )
-    yield "The number of training examples is public."
-    yield (
-        "The pseudo-random noise (Philox, float32) is as good as ideal Gaussian noise, "
-        "and its key stays secret."
-    )
-    if any(kind.sampling != "caller" for kind in kinds):
-        yield "Nobody learns which examples were in which batch."
-    declared = {kind.assumption for kind in kinds if kind.sampling == "caller"}
-    if "nothing" in declared:
-        yield "The batches do not depend on what is in the examples."
-    if "once_per_epoch" in declared:
-        yield "The caller's word that no example comes twice in an epoch."
-    if "poisson" in declared:
-        yield (
-            "The caller's word that the batches are Poisson samples. If they are not "
-            "(a shuffle is not), the epsilon is too small."
-        )
-    if replaced:
-        yield (
-            "Steps not of fixed-size batches count as if every example were in them: "
-            "an upper bound under replace-one."
-        )
-
-
-def _sampling_words(kind: Phase) -> str:
-    size, total = kind.expected_batch_size, kind.train_size
-    if kind.sampling == "poisson" and total:
-        return (
-            f"Poisson: each of {total} examples is in a step with probability "
-            f"{size / total:.4g}, drawn by the library"
-        )
-    if kind.sampling == "fixed_size":
-        return (
-            f"fixed size: {size} of {total} examples in each step, drawn by the "
-            "library without replacement"
-        )
-    words = _ASSUMPTION_WORDS[kind.assumption]
-    if kind.assumption == "poisson" and total:
-        chance = f"{size / total:.4g}"
-        words += f": each of {total} examples with probability {chance}, by your word"
-    return f"made by the caller; {words}"
-
-
-def _mechanism_words(phase: dict[str, Any]) -> str:
-    clip = phase["l2_norm_clip"]
-    clip = "set by the query" if clip is None else f"{clip:g}"
-    return (
-        f"{phase['optimizer']}, {phase['steps']} steps: noise multiplier "
-        f"{phase['noise_multiplier']:.6g}, clipping norm {clip}"
-    )
-
-
-def _phase_dict(kind: Phase, steps: int) -> dict[str, Any]:
-    fields = dataclasses.asdict(kind)
-    del fields["epochs_begun"], fields["identity"], fields["notes"]
-    return {
-        **fields,
-        "steps": steps,
-        "noise_multiplier": kind.noise_multiplier,
-        "batches": _sampling_words(kind),
-    }
+def _noise(kind: Phase) -> list[float]:
+    """The noise multipliers of steps of a kind: one, unless they follow a plan."""
+    return [kind.noise_multiplier, *(sigma for sigma, _ in kind.noise_plan)]
 
 
 def _meaning(statement: PrivacyStatement) -> str:

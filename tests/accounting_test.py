@@ -1,4 +1,4 @@
-"""Tests of accounting.py, composition.py and dp_events.py.
+"""Tests of accounting.py, composition.py, renyi.py and dp_events.py.
 
 The oracles are dp_accounting's own accountants, TF Privacy's own statement, and the
 noise multipliers of golden.json, which were made with dp_accounting and Opacus.
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 
-from keras_dpopt import accounting, composition
+from keras_dpopt import accounting, composition, renyi
 
 _GOLDEN = json.loads(
     (pathlib.Path(__file__).parent / "golden" / "golden.json").read_text()
@@ -325,33 +325,57 @@ def test_a_target_that_rdp_cannot_resolve_is_refused():
 def test_max_steps_is_the_largest_that_fits(accountant, target):
     prior = [(accounting.unsampled_event((30.0,)), 3)]
     event = accounting.poisson_event((1.1,), 60000, 256)
-    most = accounting.max_steps(prior, event, target, 1e-5, accountant)
+
+    def after(steps):
+        return [*prior, (event, steps)]
 
     def value(steps):
-        return accounting.compose_epsilon([*prior, (event, steps)], 1e-5, accountant)
+        return accounting.compose_epsilon(after(steps), 1e-5, accountant)
+
+    most = accounting.max_steps(after, target, 1e-5, accountant)
 
     assert most > 0
     assert value(most) <= target < value(most + 1)
 
 
+def _many(event, *prior):
+    return lambda steps: [*prior, (event, steps)]
+
+
 def test_max_steps_with_nothing_left_or_much():
     event = accounting.poisson_event((1.1,), 60000, 256)
-    spent = [(accounting.unsampled_event((2.0,)), 10)]
-    assert accounting.max_steps(spent, event, 1.0, 1e-5) == 0
-    assert accounting.max_steps([], gaussian(0.0), 1.0, 1e-5) == 0
-    assert accounting.max_steps([], event, 3.0, 1e-5, limit=100) == 100
-    assert accounting.max_steps([], event, 3.0, 1e-5, limit=0) == 0
+    spent = (accounting.unsampled_event((2.0,)), 10)
+    assert accounting.max_steps(_many(event, spent), 1.0, 1e-5) == 0
+    assert accounting.max_steps(_many(gaussian(0.0)), 1.0, 1e-5) == 0
+    assert accounting.max_steps(_many(event), 3.0, 1e-5, limit=100) == 100
+    assert accounting.max_steps(_many(event), 3.0, 1e-5, limit=0) == 0
     tiny = accounting.poisson_event((1e6,), 60000, 256)
-    assert accounting.max_steps([], tiny, 3.0, 1e-5, "pld", limit=10**9) == 10**9
+    assert accounting.max_steps(_many(tiny), 3.0, 1e-5, "pld", limit=10**9) == 10**9
 
 
 def test_pld_allows_more_steps():
     event = accounting.poisson_event((1.1,), 60000, 256)
     by_rdp, by_pld = (
-        accounting.max_steps([], event, 1.0, 1e-5, name)
+        accounting.max_steps(_many(event), 1.0, 1e-5, name)
         for name in accounting.ACCOUNTANTS
     )
     assert by_pld > 1.1 * by_rdp
+
+
+@pytest.mark.parametrize("accountant", accounting.ACCOUNTANTS)
+def test_max_steps_where_many_steps_are_one_release(accountant):
+    calls = []
+
+    def after(steps):
+        calls.append(steps)
+        return [(gaussian(10.0), -(-steps // 1000))]
+
+    target = accounting.compose_epsilon(after(2000), 1e-5, accountant)
+    below = target * (1 - 1e-9)
+    for most, value in ((2000, target), (1000, below)):
+        assert accounting.max_steps(after, value, 1e-5, accountant) == most
+    assert accounting.max_steps(after, target, 1e-5, accountant, limit=70) == 70
+    assert min(calls) == 1
 
 
 # --- extremes --------------------------------------------------------------------
@@ -388,7 +412,7 @@ def test_divergences_fall_smoothly_across_the_range_of_float64(relation):
             event = accounting.poisson_event((sigma,), 60000, 256)
         else:
             event = accounting.fixed_size_event((sigma,), 60000, 256)
-        values = composition._rdp(event, relation)
+        values = renyi.divergences(event, relation)
         assert (values > 0).all()
         assert (np.diff(values) >= 0).all()
         if last is not None:
@@ -404,7 +428,7 @@ def test_large_noise_formula_is_an_upper_bound_close_to_the_truth(q, sigma):
     """
     batch_size = round(q * 10**6)
     event = accounting.poisson_event((sigma,), 10**6, batch_size)
-    values = composition._rdp(event, accounting.ZERO_OUT)
+    values = renyi.divergences(event, accounting.ZERO_OUT)
     for order in (2, 8, 32):
         excess = sum(
             math.comb(order, i)
@@ -414,7 +438,7 @@ def test_large_noise_formula_is_an_upper_bound_close_to_the_truth(q, sigma):
             for i in range(2, order + 1)
         )
         truth = math.log1p(excess) / (order - 1)
-        value = values[list(composition._ORDERS).index(order)]
+        value = values[list(renyi.ORDERS).index(order)]
         assert truth * (1 - 1e-3) <= value <= 1.2 * truth
 
 
@@ -451,6 +475,46 @@ def test_epsilon_at_another_step_count_is_fast():
     assert sorted(times)[len(times) // 2] < 5e-3
 
 
+def test_divergences_of_integer_order_equal_dp_accounting():
+    for q, sigma in [(256 / 60000, 1.1), (0.1, 0.5), (0.9, 3.0), (0.01, 20.0)]:
+        event = dp_accounting.PoissonSampledDpEvent(q, gaussian(sigma))
+        expected = rdp.RdpAccountant().compose(event).rdp
+        assert renyi._poisson_rdp(q, gaussian(sigma)) == pytest.approx(
+            expected, rel=1e-9
+        )
+
+
+def test_divergences_of_integer_order_keep_their_digits():
+    """dp_accounting loses them to 1 + x: here it has five right ones, or none."""
+    for q, sigma in [(2e-5, 26.0), (1e-6, 9.0)]:
+        values = renyi._poisson_rdp(q, gaussian(sigma))
+        second = math.log1p(q * q * math.expm1(1 / sigma**2))  # of order 2, exactly
+        index = list(renyi.ORDERS).index(2.0)
+        assert values[index] == pytest.approx(second, rel=1e-12)
+
+
+def test_pld_of_unsampled_gaussians_that_differ_is_that_of_one():
+    releases = [(gaussian(20.0 + k), k + 1) for k in range(40)]
+    inverse = sum(n / event.noise_multiplier**2 for event, n in releases)
+    together = [(gaussian(inverse**-0.5), 1)]
+    for accountant in accounting.ACCOUNTANTS:
+        value = accounting.compose_epsilon(releases, 1e-5, accountant)
+        expected = accounting.compose_epsilon(together, 1e-5, accountant)
+        assert value == pytest.approx(expected, rel=1e-9)
+
+
+def test_pld_of_too_many_different_events_is_that_of_rdp():
+    def epsilon(count, accountant):
+        releases = [
+            (accounting.poisson_event((6.0 + k,), 600, 60), 5) for k in range(count)
+        ]
+        return accounting.compose_epsilon(releases, 1e-5, accountant)
+
+    most = composition._PLD_MAX_EVENTS
+    assert epsilon(most, "pld") < 0.95 * epsilon(most, "rdp")
+    assert epsilon(most + 1, "pld") == epsilon(most + 1, "rdp")
+
+
 # --- mechanisms ------------------------------------------------------------------
 
 
@@ -462,6 +526,16 @@ def test_several_gaussians_are_one():
     assert accounting.effective_noise_multiplier((1.5,)) == 1.5
     assert accounting.effective_noise_multiplier((1.5, 0.0)) == 0.0
     assert accounting.effective_noise_multiplier((1e-200, 1e200)) == 1e-200
+
+
+def test_banded_batches_are_poisson_in_a_group():
+    event = accounting.banded_event((2.0,), 1003, 50, bands=10)
+    assert event == dp_accounting.PoissonSampledDpEvent(0.5, gaussian(2.0))
+    assert accounting.banded_event((2.0,), 1003, 100, bands=10) == gaussian(2.0)
+    one = accounting.banded_event((2.0,), 1003, 50, bands=1)
+    assert one == accounting.poisson_event((2.0,), 1003, 50)
+    with pytest.raises(ValueError, match="1003 examples in 10 groups are 100 each"):
+        accounting.banded_event((2.0,), 1003, 101, bands=10)
 
 
 def test_composed_release_equals_dp_accounting():

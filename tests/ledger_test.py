@@ -240,8 +240,8 @@ def test_once_per_epoch_counts_across_fits_and_reloads():
 
 def test_once_per_epoch_never_counts_more_than_the_steps():
     phase = _caller(once_per_epoch=True, steps=2, epochs_begun=5)
-    event, count = phase.release(accounting.ZERO_OUT)
-    assert (event, count) == (dp_accounting.GaussianDpEvent(1.1), 2)
+    (release,) = phase.releases(accounting.ZERO_OUT)
+    assert release == (dp_accounting.GaussianDpEvent(1.1), 2)
 
 
 def test_poisson_cannot_be_assumed_without_train_size():
@@ -517,7 +517,8 @@ def _changed(**changes):
         ("[]", "no privacy ledger"),
         ("{}", "no privacy ledger"),
         ("3", "no privacy ledger"),
-        (_changed(version=2), "version 2.* reads version 1"),
+        (_changed(version=3), "version 3.* reads versions 1 to 2"),
+        (_changed(version=True), "version True"),
         (_changed(version="1"), "version '1'"),
         (_changed(phases=None), "damaged"),
         (_changed(notes=None), "damaged"),
@@ -538,7 +539,7 @@ def _changed(**changes):
         (_changed(extra=math.inf), "no privacy ledger"),
     ],
     # The texts hold random identities, and test processes must agree on the names.
-    ids=range(23),
+    ids=range(24),
 )
 def test_what_is_no_ledger_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
@@ -584,6 +585,21 @@ def test_what_is_no_ledger_is_refused(text, message):
         {"notes": [1]},
         {"sampling": ["caller"]},
         {"assume": ["poisson"]},
+        {"steps_per_release": 0},
+        {"steps_per_release": 1.0},
+        {"steps_per_release": True},
+        {"steps_per_release": None},
+        {"noise_plan": None},
+        {"noise_plan": "12"},
+        {"noise_plan": [1.1]},
+        {"noise_plan": [[1.1]]},
+        {"noise_plan": [[1.1, 5, 6]]},
+        {"noise_plan": [[1.1, 0]]},
+        {"noise_plan": [[1.1, 5.0]]},
+        {"noise_plan": [[1.1, True]]},
+        {"noise_plan": [["1.1", 5]]},
+        {"noise_plan": [[math.inf, 5], [1.1, 5]]},
+        {"noise_plan": [[-1.0, 5]], "noise_multipliers": [-1.0]},
     ],
     ids=str,
 )
@@ -591,7 +607,9 @@ def test_a_phase_with_values_of_a_wrong_kind_is_refused(changes):
     content = json.loads(_ledger((_caller(), 10)).to_json())
     content["phases"][0].update(changes)
     text = json.dumps(content)
-    with pytest.raises(ValueError, match="damaged|must|no privacy|cannot|Unknown"):
+    with pytest.raises(
+        ValueError, match="damaged|must|no privacy|cannot|Unknown|pairs"
+    ):
         Ledger.from_json(text)
     if {"steps", "epochs_begun"} & set(changes):
         with pytest.raises((TypeError, ValueError), match="must|cannot have 10 steps"):

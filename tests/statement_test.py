@@ -160,6 +160,116 @@ def test_a_clipping_norm_that_only_the_query_knows():
     assert statement.noise_multiplier == pytest.approx((1.2**-2 + 20.0**-2) ** -0.5)
 
 
+def test_two_gaussians_a_step_are_stated_as_one():
+    statement = privacy_statement(
+        _ledger((_phase(noise_multipliers=(1.2, 1.2)), 50)), _DELTA
+    )
+    assert statement.noise_multiplier == pytest.approx(1.2 / math.sqrt(2))
+    assert statement.phases[0]["noise_multipliers"] == (1.2, 1.2)
+    assert "50 steps: noise multiplier 0.848528," in _words(statement)
+    single = privacy_statement(_ledger((_phase(noise_multipliers=(1.2,)), 50)), _DELTA)
+    assert single.epsilon < statement.epsilon
+
+
+# --- steps that are one run ------------------------------------------------------
+
+
+def _cyclic(**changes):
+    fields = {"sampling": "cyclic", "steps_per_release": 500, "optimizer": "DPFTRL"}
+    return _phase(**{**fields, "noise_multipliers": (4.0,), **changes})
+
+
+def test_a_run_on_fixed_blocks_in_turn():
+    statement = privacy_statement(_ledger((_cyclic(), 480)), _DELTA)
+    words = _words(statement)
+    assert (
+        "DPFTRL, one run of 480 steps: noise multiplier 4 for each 500 steps together, "
+        "clipping norm 1 "
+    ) in words
+    assert (
+        "in turn: 60000 examples in 235 fixed blocks of at most 256, by the library, "
+        "in the same order in every epoch"
+    ) in words
+    assert "The order of the examples is fixed, the same in every epoch, and" in words
+    assert "Amplification by sampling is not used" in words
+    assert "which examples were in which batch" not in words
+    assert statement.noise_multiplier == 4.0
+    assert statement.alternatives == {}
+
+
+def test_the_steps_of_two_runs_are_not_added_to_one():
+    ledger = _ledger((_cyclic(), 480), (_cyclic(), 100), (_cyclic(), 500))
+    ledger = Ledger.from_json(ledger.to_json())
+    statement = privacy_statement(ledger, _DELTA)
+    assert statement.epsilon == ledger.epsilon(_DELTA)
+    (phase,) = statement.phases
+    assert (phase["steps"], phase["steps_of_runs"]) == (1080, (480, 100, 500))
+    assert "DPFTRL, 3 runs of at most 500 steps: noise" in _words(statement)
+    twice = privacy_statement(_ledger((_cyclic(), 480), (_cyclic(), 480)), _DELTA)
+    assert "DPFTRL, 2 runs of 480 steps: noise" in _words(twice)
+
+
+def test_cyclic_steps_without_correlation_are_no_run():
+    statement = privacy_statement(_ledger((_cyclic(steps_per_release=1), 480)), _DELTA)
+    assert "DPFTRL, 480 steps: noise multiplier 4, clipping" in _words(statement)
+    assert statement.phases[0]["steps_of_runs"] == ()
+
+
+def test_banded_batches_name_the_groups():
+    banded = _cyclic(sampling="banded", steps_per_release=9)
+    words = _words(privacy_statement(_ledger((banded, 90)), _DELTA))
+    assert "one run of 90 steps: noise multiplier 4, clipping norm 1 " in words
+    assert (
+        "Poisson in turn: 60000 examples in 9 fixed groups, one group in each step, "
+        "each of its examples with probability 0.0384, drawn by the library"
+    ) in words
+    assert "Nobody learns which examples were in which batch." in words
+    assert "The group of an example does not depend on what is in it." in words
+
+
+def _planned(**changes):
+    plan = ((3.2, 100), (4.0, 100), (6.4, 100))
+    fields = {"noise_multipliers": (3.2,), "noise_plan": plan, "optimizer": "DPSGLD"}
+    return _phase(**{**fields, **changes})
+
+
+def test_noise_that_follows_the_learning_rate():
+    for steps, words in [
+        (300, "3.2 to 6.4 following the learning rate"),
+        (150, "3.2 to 4 following the learning rate"),
+        (100, "3.2"),
+    ]:
+        statement = privacy_statement(_ledger((_planned(), steps)), _DELTA)
+        text = f"DPSGLD, one run of {steps} steps: noise multiplier {words}, clipping"
+        assert text in _words(statement)
+        assert statement.noise_multiplier is None
+    infinite = _planned(l2_norm_clip=math.inf)
+    words = _words(privacy_statement(_ledger((infinite, 9)), _DELTA))
+    assert "noise multiplier 0, clipping norm inf" in words
+    assert "NOT PRIVATE" in words
+
+
+@pytest.mark.parametrize("phase", [_cyclic(), _planned()], ids=["cyclic", "planned"])
+def test_json_of_runs_is_strict(phase):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    statement = privacy_statement(_ledger((phase, 9), (phase, 9)), _DELTA)
+    content = json.loads(statement.to_json(), parse_constant=refuse)
+    assert content == statement.to_dict()
+    assert content["phases"][0]["steps_of_runs"] == [9, 9]
+    assert content["phases"][0]["noise_plan"] == [
+        list(pair) for pair in phase.noise_plan
+    ]
+
+
+def test_runs_beside_fixed_size_batches():
+    ledger = _ledger((_phase(sampling="fixed_size"), 1), (_cyclic(), 1))
+    statement = privacy_statement(ledger, _DELTA)
+    assert statement.neighboring_relation == "replace-one"
+    assert "an upper bound under replace-one" in _words(statement)
+
+
 # --- batches that the caller made ------------------------------------------------
 
 
