@@ -5,9 +5,9 @@ holds, because the noise is sized by C. So a record is scaled by an upper bound 
 norm and never by the computed value, and everything that may be wrong by rounding is
 rounded to the safe side (DESIGN, rule 3).
 
-A clipping style is two steps: `norm_upper_bound` measures the record, a function of
-the norm gives the factor, and `apply_factor` scales by it. `abadi_factor` is the usual
-one; another style needs another factor only.
+Clipping is three steps: `norm_upper_bound` measures the record, a function of the norm
+gives the factor (`abadi_factor`, `automatic_factor`), and `apply_factor` scales by it.
+`clipping_styles.py` puts them together in the ways that an optimizer offers.
 
 All functions are for one record and hold only operations that `tf.vectorized_map`
 converts; they give the same bound, to rounding, eagerly, in graphs and under XLA.
@@ -109,6 +109,28 @@ def norm_upper_bound(record: Sequence[tf.Tensor]) -> RecordNorm:
     return RecordNorm(values, scaled, scale, bound)
 
 
+def exact_limit(l2_norm_clip: float | tf.Tensor) -> tf.Tensor:
+    """Returns C as a float64 scalar, without rounding it.
+
+    Args:
+        l2_norm_clip: C, a number or a scalar tensor.
+
+    Raises:
+        ValueError: `l2_norm_clip` is a Python number below 1e-20 or NaN.
+    """
+    if not isinstance(l2_norm_clip, numbers.Real):
+        return tf.cast(l2_norm_clip, tf.float64)
+    if not float(l2_norm_clip) >= _LEAST_CLIP:
+        raise ValueError(
+            f"`l2_norm_clip` must be at least {_LEAST_CLIP}, not {l2_norm_clip}. "
+            "Pass the largest L2 norm that one record may contribute, or infinity "
+            "for no clipping."
+        )
+    # tf.cast would take a Python number through float32, and float32(0.1) is larger
+    # than 0.1.
+    return tf.constant(float(l2_norm_clip), tf.float64)
+
+
 def abadi_factor(bound: tf.Tensor, l2_norm_clip: float | tf.Tensor) -> tf.Tensor:
     """Returns the clipping factor min(1, C/n) (Abadi et al., CCS 2016).
 
@@ -127,20 +149,36 @@ def abadi_factor(bound: tf.Tensor, l2_norm_clip: float | tf.Tensor) -> tf.Tensor
         >>> abadi_factor(tf.constant([0.5, 4.0, float("inf")], tf.float64), 1.0).numpy()
         array([1.  , 0.25, 0.  ])
     """
-    if isinstance(l2_norm_clip, numbers.Real):
-        if not float(l2_norm_clip) >= _LEAST_CLIP:
-            raise ValueError(
-                f"`l2_norm_clip` must be at least {_LEAST_CLIP}, not {l2_norm_clip}. "
-                "Pass the largest L2 norm that one record may contribute, or infinity "
-                "for no clipping."
-            )
-        # Exactly: float32(0.1) is larger than 0.1.
-        limit = tf.constant(float(l2_norm_clip), tf.float64)
-    else:
-        limit = tf.cast(l2_norm_clip, tf.float64)
+    limit = exact_limit(l2_norm_clip)
     # Where n is zero (no entries at all) nothing has to be clipped.
     ratio = tf.where(bound <= limit, tf.ones_like(bound), limit / bound)
     return tf.where(tf.math.is_finite(bound), ratio, tf.zeros_like(bound))
+
+
+def automatic_factor(
+    bound: tf.Tensor, l2_norm_clip: float | tf.Tensor, stability: float
+) -> tf.Tensor:
+    """Returns the factor C/(n + stability) of AUTO-S (Bu et al., NeurIPS 2023).
+
+    Args:
+        bound: Float64 tensor of any shape, the upper bound n of the records' norms.
+        l2_norm_clip: C, a number or a scalar tensor, from 1e-20 to 1e15.
+        stability: gamma > 0.
+
+    Returns:
+        Float64 tensor in the shape of `bound`, at least 0 and at most C/gamma; 0 where
+        n is not finite. Its product with n is below C.
+
+    Raises:
+        ValueError: `l2_norm_clip` is a Python number below 1e-20 or NaN.
+
+    Example:
+        >>> bound = tf.constant([0.0, 1.0, float("inf")], tf.float64)
+        >>> automatic_factor(bound, 1.0, stability=0.25).numpy()
+        array([4. , 0.8, 0. ])
+    """
+    factor = exact_limit(l2_norm_clip) / (bound + stability)
+    return tf.where(tf.math.is_finite(bound), factor, tf.zeros_like(bound))
 
 
 def apply_factor(norm: RecordNorm, factor: tf.Tensor) -> list[tf.Tensor]:

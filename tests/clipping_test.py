@@ -3,56 +3,21 @@
 No tolerance on the bound itself: norm64(clipped) <= C, as exactly as float64 tells.
 """
 
-import functools
-
+import hard_records
 import hypothesis
 import numpy as np
 import pytest
 import tensorflow as tf
+from hard_records import OVER_CLIP, TINY
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from keras_dpopt import clipping
 
-LARGEST = np.finfo(np.float32).max
-TINY = np.finfo(np.float32).tiny
-OVER_CLIP = 2e-5  # What the bound may take away, as its docstring says.
-SHAPES = ((3, 5), (7,), ())
-
-
-def _each(function, batch, limit):
-    """Function(record, limit) for each record of the batch, one after the other."""
-    records = zip(*(tf.unstack(values) for values in batch), strict=True)
-    results = [function(record, limit) for record in records]
-    return [tf.stack(values) for values in zip(*results, strict=True)]
-
-
-def _vectorized(function, batch, limit):
-    # The fallback, for operations without a converter, would loop over the records.
-    return tf.vectorized_map(
-        lambda record: function(record, limit), batch, fallback_to_while_loop=False
-    )
-
-
-def _way(kind, function=clipping.clip_record):
-    vectorized = functools.partial(_vectorized, function)
-    return {
-        "eager": functools.partial(_each, function),
-        "vectorized": tf.function(vectorized),
-        "vectorized xla": tf.function(vectorized, jit_compile=True),
-        "loop xla": tf.function(functools.partial(_each, function), jit_compile=True),
-    }[kind]
-
-
-WAYS = {k: _way(k) for k in ("eager", "vectorized", "vectorized xla", "loop xla")}
+WAYS = {
+    kind: hard_records.way(kind, clipping.clip_record) for kind in hard_records.WAYS
+}
 every_way = pytest.mark.parametrize("way", WAYS)
-
-
-def _norms(batch):
-    """Joint norms in float64, [records]."""
-    flat = [np.reshape(values, (len(values), -1)) for values in batch]
-    flat = np.concatenate(flat, axis=1).astype(np.float64)
-    return np.sqrt(np.sum(flat**2, axis=1))
 
 
 def _clip(way, batch, limit):
@@ -62,7 +27,7 @@ def _clip(way, batch, limit):
 
 def _check(batch, clipped, limit):
     """Holds clipped records against float64 NumPy."""
-    norms, after = _norms(batch), _norms(clipped)
+    norms, after = hard_records.norms(batch), hard_records.norms(clipped)
     assert (after <= limit).all(), (norms, after, limit)
     for row, norm in enumerate(norms):
         for values, result in zip(batch, clipped, strict=True):
@@ -82,36 +47,13 @@ def _check(batch, clipped, limit):
             assert result.tobytes() == expected.tobytes()
 
 
-def _records(*rows):
-    """A batch of records in SHAPES from rows of 23 numbers."""
-    rows = np.stack([np.asarray(row, np.float32) for row in rows])
-    parts = np.split(rows, [15, 22], axis=1)
-    return [p.reshape(len(rows), *s) for p, s in zip(parts, SHAPES, strict=True)]
-
-
-def _hard_rows():
-    random = np.random.default_rng(0)
-    normal = random.normal(size=23)
-    spread = normal * 10.0 ** random.uniform(-38, 38, size=23)
-    rows = [normal * 10.0**power for power in (-30, -15, -6, 0, 6, 15, 30)]
-    rows += [np.full(23, LARGEST), np.full(23, -LARGEST), np.full(23, TINY)]
-    rows += [np.full(23, 1e-38), np.full(23, 1e-45), np.zeros(23), -np.zeros(23)]
-    rows += [spread, np.eye(23)[0] * LARGEST, np.eye(23)[22] * 1e30]
-    for bad in (np.nan, np.inf, -np.inf):
-        for place in (0, 16, 22):  # In each tensor of the record.
-            rows.append(np.where(np.arange(23) == place, bad, normal))
-        rows.append(np.full(23, bad))
-    rows.append(np.where(np.arange(23) < 2, [np.nan, np.inf] * 11 + [0], LARGEST))
-    return rows
-
-
 # ------------------------------------------------------------------------- records
 
 
 @every_way
 @pytest.mark.parametrize("limit", [1e-20, 1e-6, 0.1, 1.0, 1e6, 1e30, np.inf])
 def test_hard_records(way, limit):
-    batch = _records(*_hard_rows())
+    batch = hard_records.records(*hard_records.hard_rows())
     _check(batch, _clip(way, batch, limit), limit)
 
 
@@ -128,7 +70,7 @@ def test_hard_records(way, limit):
 def test_drawn_records(way, rows, common, plain, limit):
     if plain:  # Bounded entries of one magnitude, instead of anything at all.
         rows = np.nan_to_num(np.tanh(rows), nan=0.5) * np.float32(10.0**common)
-    batch = _records(*rows)
+    batch = hard_records.records(*rows)
     _check(batch, _clip(way, batch, limit), limit)
 
 
@@ -139,7 +81,7 @@ def test_records_at_the_border_stay_at_the_border(way):
     rows = random.normal(size=(200, 23))
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
     rows *= 1 + random.integers(-300, 300, size=(200, 1)) * 2.0**-24
-    batch = _records(*rows)
+    batch = hard_records.records(*rows)
     _check(batch, _clip(way, batch, 1.0), 1.0)
 
 
@@ -151,10 +93,10 @@ def test_a_plain_float32_norm_breaks_the_bound():
         return [value * tf.minimum(1.0, limit / norm) for value in record]
 
     rows = np.random.default_rng(2).normal(size=(100, 23))
-    batch = [tf.constant(values) for values in _records(*rows)]
+    batch = [tf.constant(values) for values in hard_records.records(*rows)]
     for way in ("eager", "vectorized", "vectorized xla"):
-        clipped = _way(way, naive)(batch, tf.constant(1.0))
-        assert 10 < np.sum(_norms(clipped) > 1.0) < 90
+        clipped = hard_records.way(way, naive)(batch, tf.constant(1.0))
+        assert 10 < np.sum(hard_records.norms(clipped) > 1.0) < 90
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -188,8 +130,8 @@ def test_long_records_of_equal_entries(size, value, lead, jit):
 
 @every_way
 def test_removing_a_record_moves_the_clipped_sum_by_at_most_c(way):
-    rows = _hard_rows()
-    batch, limit = _records(*rows), 0.5
+    rows = hard_records.hard_rows()
+    batch, limit = hard_records.records(*rows), 0.5
     flat = [x.reshape(len(rows), -1).astype(np.float64) for x in _clip(way, batch, 0.5)]
     flat = np.concatenate(flat, axis=1)
     assert np.isfinite(flat.sum(0)).all()
@@ -241,13 +183,15 @@ def test_a_size_that_no_trace_knows():
 
 @every_way
 def test_bound_is_tight_and_above(way):
-    batch = _records(*_hard_rows())
+    batch = hard_records.records(*hard_records.hard_rows())
 
     def bound(record, _):
         return [clipping.norm_upper_bound(record).bound]
 
-    bounds = _way(way, bound)([tf.constant(x) for x in batch], tf.constant(1.0))[0]
-    bounds, norms = bounds.numpy(), _norms(batch)
+    bounds = hard_records.way(way, bound)(
+        [tf.constant(x) for x in batch], tf.constant(1.0)
+    )[0]
+    bounds, norms = bounds.numpy(), hard_records.norms(batch)
     finite = np.isfinite(norms)
     np.testing.assert_array_equal(np.isfinite(bounds), finite)
     lost = np.sqrt(23) * float(TINY)
@@ -285,3 +229,21 @@ def test_a_limit_that_is_not_positive_is_refused(limit):
 def test_a_record_without_tensors_is_refused():
     with pytest.raises(ValueError, match="at least one tensor"):
         clipping.clip_record([], 1.0)
+
+
+def test_a_python_number_is_not_rounded():
+    assert (
+        clipping.exact_limit(0.1).numpy()
+        == 0.1
+        < clipping.exact_limit(tf.constant(0.1))
+    )
+    assert clipping.exact_limit(np.float64(1 / 3)).dtype == tf.float64
+
+
+def test_automatic_factor_times_the_bound_is_below_c():
+    bounds = tf.constant([0.0, 1e-300, 0.1, 0.3, 1e300, np.inf, np.nan], tf.float64)
+    factors = clipping.automatic_factor(bounds, 0.1, 0.01).numpy()
+    want = [10, 10, 0.1 / 0.11, 0.1 / 0.31, 1e-301, 0, 0]
+    np.testing.assert_allclose(factors, want, rtol=1e-14)
+    with pytest.raises(ValueError, match="l2_norm_clip"):
+        clipping.automatic_factor(bounds, 0.0, 0.01)

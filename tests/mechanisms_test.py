@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import keras_dpopt
-from keras_dpopt import mechanisms, prng, tf_privacy
+from keras_dpopt import clipping, mechanisms, prng, tf_privacy
 
 # Possible after keras_dpopt.tf_privacy has set sys.skip_tf_privacy_import.
 from tensorflow_privacy.privacy.dp_query import (  # isort: skip
@@ -388,6 +388,82 @@ def test_mechanism_tells_stddev_of_the_mean():
     assert mechanism.noise_multipliers(()) == (1.3,)
 
 
+@pytest.mark.parametrize("name", ["flat", "automatic", "per_layer"])
+def test_the_noise_of_every_style_is_sigma_c(name):
+    mechanism = mechanisms.make(CLIP, SIGMA, clipping=name).built_for([0, 1])
+    zero = mechanism.zero_sum([tf.TensorSpec(shape) for shape in SHAPES])
+    params = mechanism.sample_params(mechanism.initial_state())
+    clipped = mechanisms.ClippedSum(zero, mechanism.sensitivity(params))
+    gradient, state = mechanism.release(clipped, (), 7, 2, float(BATCH), 5)
+    assert state == () and mechanism.constant_noise
+    values = np.concatenate([np.ravel(v) for v in gradient.values])
+    _check_noise(values, SIGMA * CLIP / BATCH)
+    np.testing.assert_allclose(gradient.noise_stddev, SIGMA * CLIP / BATCH, rtol=1e-6)
+    # Streams are counted from first_stream on: releases of one step share none.
+    want = [prng.standard_normal(7, 2, 5 + i, shape) for i, shape in enumerate(SHAPES)]
+    np.testing.assert_allclose(
+        values,
+        SIGMA * CLIP / BATCH * np.concatenate([np.ravel(z) for z in want]),
+        rtol=1e-6,
+    )
+    np.testing.assert_allclose(mechanism.current_clip(()), CLIP)
+    # float32(0.7) is below 0.7, and float32(0.1) above 0.1: C is taken exactly.
+    assert params.dtype == tf.float64 and params == CLIP
+
+
+@pytest.mark.parametrize("name", ["flat", "automatic", "per_layer"])
+def test_a_sum_of_another_sensitivity_is_refused(name):
+    mechanism = mechanisms.make(CLIP, SIGMA, clipping=name)
+    for other in (2 * CLIP, None):
+        clipped = mechanisms.ClippedSum((tf.zeros([3]),), other)
+        with pytest.raises(ValueError, match="sensitivity"):
+            mechanism.release(clipped, (), 1, 0, 5.0)
+
+
+def test_golden_rescale_to_unit_norm(monkeypatch):
+    """g = (1/(B*C)) * (sum + sigma*C*z): the sum is Abadi's, divided by C."""
+    monkeypatch.setattr(clipping, "_UNIT_ROUNDOFF", 0.0)  # See golden_test.py.
+    methods = helpers.golden()["methods"]
+    entry = methods["clip_rescale_to_unit_norm"]
+    for sigma in (0.0, 0.8):
+        mechanism = mechanisms.make(entry["C"], sigma, rescale_to_unit_norm=True)
+        params = mechanism.sample_params(())
+        records = [
+            mechanism.preprocess_record(params, (tf.constant(g, tf.float32),))[0]
+            for g in methods["clip_abadi"]["grads"]
+        ]
+        clipped = mechanisms.ClippedSum((tf.add_n(records),), entry["C"])
+        gradient, _ = mechanism.release(clipped, (), 3, 1, 4.0)
+        want = np.array(entry["sum"])
+        want += (
+            sigma
+            * entry["noise_std_on_sum_per_sigma"]
+            * np.array(prng.standard_normal(3, 1, 0, (3,)), np.float64)
+        )
+        np.testing.assert_allclose(4 * gradient.values[0], want, rtol=3e-6)
+        np.testing.assert_allclose(gradient.noise_stddev, sigma / 4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [1e-20, 0.1, 30.0, 1e15])
+def test_rescaled_noise_does_not_depend_on_c(clip):
+    mechanism = mechanisms.make(clip, SIGMA, rescale_to_unit_norm=True)
+    zero = mechanism.zero_sum([tf.TensorSpec(shape) for shape in SHAPES])
+    gradient, _ = mechanism.release(
+        mechanisms.ClippedSum(zero, clip), (), 7, 2, float(BATCH)
+    )
+    values = np.concatenate([np.ravel(v) for v in gradient.values])
+    _check_noise(values, SIGMA / BATCH)
+    np.testing.assert_allclose(gradient.noise_stddev, SIGMA / BATCH, rtol=1e-6)
+
+
+def test_rescaling_needs_a_norm_to_divide_by():
+    with pytest.raises(ValueError, match="finite l2_norm_clip"):
+        mechanisms.make(np.inf, 0.0, rescale_to_unit_norm=True)
+    config = mechanisms.make(2.0, 0.5, rescale_to_unit_norm=True).get_config()
+    assert config["rescale_to_unit_norm"] is True
+    assert mechanisms.make(**config).rescale_to_unit_norm is True
+
+
 # ------------------------------------------------------------- TF Privacy's own queries
 
 
@@ -413,7 +489,15 @@ def test_foreign_gaussian_query_clips(engine, microbatch_size):
     np.testing.assert_allclose(-model.flat(), want, atol=1e-5)
 
 
-@pytest.mark.parametrize("cls", helpers.OPTIMIZERS.values())
+# The first three bring noise of their own; the records of the others are longer than
+# the variables, which `watch_gradients` does not expect.
+_NOT_WITH_A_QUERY = {"DPFTRL", "DPSGLD", "MFDPFTRL", "DPBayesByBackprop", "DPIVON"}
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [c for name, c in helpers.OPTIMIZERS.items() if name not in _NOT_WITH_A_QUERY],
+)
 def test_foreign_gaussian_query_noises(cls):
     """Every optimizer; those that correct for the noise are told its stddev."""
     model = _foreign(gaussian_query.GaussianSumQuery(0.5, 0.8), cls, SHAPES)
@@ -566,6 +650,27 @@ def test_foreign_query_may_not_release_with_less_noise():
         for _ in range(3):
             model.train_on_batch(x, helpers.targets(x))
     assert np.abs(weights).min() > 0
+
+
+@pytest.mark.parametrize(
+    "given", [{"clipping": "automatic"}, {"rescale_to_unit_norm": True}]
+)
+def test_foreign_query_excludes_styles(given):
+    query = gaussian_query.GaussianSumQuery(1.0, 1.0)
+    with pytest.raises(ValueError, match="clips by itself"):
+        mechanisms.make(None, None, query, **given)
+
+
+def test_foreign_query_has_no_configuration():
+    mechanism = mechanisms.make(None, None, gaussian_query.GaussianSumQuery(0.5, 0.8))
+    with pytest.raises(ValueError, match="save_weights"):
+        mechanism.get_config()
+    # What all mechanisms have.
+    state = mechanism.built_for([0, 1]).initial_state()
+    np.testing.assert_allclose(mechanism.noise_multipliers(state, 10), [1.6], rtol=1e-6)
+    assert mechanism.current_clip(state) == 0.5
+    assert mechanism.sensitivity(mechanism.sample_params(state)) is None
+    assert not mechanism.constant_noise
 
 
 @pytest.mark.parametrize("given", [{"l2_norm_clip": 1.0}, {"noise_multiplier": 1.0}])
