@@ -122,6 +122,85 @@ class FixedSizeSampler:
         return tf.sort(tf.cast(rows, tf.int64))
 
 
+@dataclasses.dataclass(frozen=True)
+class CyclicSampler:
+    """Takes fixed blocks of records in turn, in the same order in every epoch.
+
+    The records are shuffled once, as a function of the key, and cut into
+    ceil(train_size / batch_size) blocks; step t takes block t modulo their number. So
+    a record comes exactly once in that many steps, and never sooner: what the
+    participation schemas of correlated noise assume.
+
+    Privacy:
+        No amplification: every record may be in every release.
+
+    Example:
+        >>> rows = CyclicSampler().indices(key=1, step=0, train_size=9, batch_size=9)
+        >>> sorted(rows.numpy().tolist())
+        [0, 1, 2, 3, 4, 5, 6, 7, 8]
+    """
+
+    kind: ClassVar[str] = "cyclic"
+
+    def indices(
+        self, key: prng.IntLike, step: prng.IntLike, train_size: int, batch_size: int
+    ) -> tf.Tensor:
+        """Draws the rows of one step; see `PoissonSampler.indices`."""
+        train_size, batch_size = _checked_sizes(train_size, batch_size)
+        blocks = -(-train_size // batch_size)
+        first = tf.cast(step, tf.int64) % blocks * batch_size
+        return _shuffled(key, train_size)[first : first + batch_size]
+
+
+@dataclasses.dataclass(frozen=True)
+class BandedPoissonSampler:
+    """Poisson samples of one group of records after the other.
+
+    The records are shuffled once, as a function of the key, and dealt out to `bands`
+    groups; step t takes each record of group t modulo `bands` independently, with
+    probability batch_size / floor(train_size / bands).
+
+    Privacy:
+        A record is at risk in one step of `bands`, there as in a Poisson sample of its
+        group (Choquette-Choo et al., "(Amplified) Banded Matrix Factorization", NeurIPS
+        2023).
+
+    Attributes:
+        bands: Number of groups, a positive int.
+    """
+
+    bands: int
+
+    kind: ClassVar[str] = "banded"
+
+    def indices(
+        self, key: prng.IntLike, step: prng.IntLike, train_size: int, batch_size: int
+    ) -> tf.Tensor:
+        """Draws the rows of one step; see `PoissonSampler.indices`."""
+        train_size, batch_size = _checked_sizes(train_size, batch_size)
+        size = train_size // self.bands
+        if batch_size > size:
+            raise ValueError(
+                f"A batch of {batch_size} is larger than a group of {size} records, of "
+                f"which there are {self.bands}. Pass fewer bands or a smaller batch."
+            )
+        group = _shuffled(key, train_size)[tf.cast(step, tf.int64) % self.bands : :][
+            :: self.bands
+        ]
+        if batch_size == size:
+            return tf.sort(group)
+        threshold = tf.constant((batch_size << 32) // size, tf.uint32)
+        bits = prng.random_bits(key, step, _STREAM, [train_size])
+        return tf.sort(tf.boolean_mask(group, tf.gather(bits, group) < threshold))
+
+
+def _shuffled(key: prng.IntLike, train_size: int) -> tf.Tensor:
+    """All rows in an order that the key fixes for every step."""
+    # A step of its own, the last one: no draw of a training step has its number.
+    bits = prng.random_bits(key, prng.LAST_STEP, _STREAM, [train_size, 2])
+    return tf.cast(tf.argsort(tf.bitcast(bits, tf.int64), stable=True), tf.int64)
+
+
 def _checked_sizes(train_size: int, batch_size: int) -> tuple[int, int]:
     """Returns both sizes as Python integers, or raises."""
     train_size = validation.check_positive_integer("train_size", train_size)
