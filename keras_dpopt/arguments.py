@@ -63,6 +63,17 @@ def check_unknown_arguments(class_name: str, unknown: dict[str, Any]) -> None:
             )
 
 
+def refuse_for_own_mechanism(
+    class_name: str, dp_sum_query=None, clipping="flat", rescale_to_unit_norm=False, **_
+) -> None:
+    """Refuses what changes the mechanism of an optimizer that has one of its own."""
+    if dp_sum_query is not None or clipping != "flat" or rescale_to_unit_norm:
+        raise ValueError(
+            f"{class_name} clips and noises in a way of its own. Leave out "
+            "dp_sum_query, clipping and rescale_to_unit_norm."
+        )
+
+
 def check_clip(l2_norm_clip: Any, noise_multiplier: float) -> float:
     """Returns the clipping norm: at least 1e-20; infinity only without noise."""
     if l2_norm_clip == math.inf:
@@ -124,6 +135,31 @@ def check_seed(seed: Any) -> int | None:
             "the operating system."
         )
     return seed.__index__()
+
+
+def check_choice(name: str, value: Any, choices: tuple) -> Any:
+    """Returns a value that is one of `choices`, or raises."""
+    if any(value is c or (isinstance(c, str) and value == c) for c in choices):
+        return value
+    raise ValueError(
+        f"{name}={value!r} is unknown. Use one of {', '.join(map(repr, choices))}."
+    )
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """Returns a bool, or raises."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, not {value!r}.")
+    return value
+
+
+def check_count(name: str, value: Any) -> int:
+    """Returns a whole number that is at least 0, or raises."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"`{name}` must be a whole number, not {value!r}. Pass an int.")
+    if value.__index__() < 0:
+        raise ValueError(f"`{name}` must be at least 0, not {value}. Pass a count.")
+    return value.__index__()
 
 
 def check_fraction(

@@ -1,6 +1,7 @@
 """Backup of an interrupted private run, secret keys included."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from absl import logging
 
 from keras_dpopt import digest, fingerprint
@@ -30,7 +32,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     are lost; they are made again exactly as they were if that can be guaranteed (same
     data, same configuration, `tf.config.experimental.enable_op_determinism()` on).
     Otherwise the run continues with fresh keys, and the lost steps count, because
-    they may have been seen.
+    they may have been seen. Where noise is correlated, so that one `fit` is one run
+    (`MFDPFTRL`, `DPFTRL`), that is a second run with a cost of its own; the same data
+    and the same `fit` are needed to go on with the first.
 
     Args:
         backup_dir: Directory of the backup.
@@ -64,6 +68,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self.delete_checkpoint = delete_checkpoint
         self._journal: Any = None
         self._fingerprint: str | None = None
+        self._schedule = ""
         self._metrics: list[np.ndarray] | None = None
         self._epoch = 0
         self._applied = 0
@@ -80,6 +85,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         # Of the configuration as the user gave it: the state may bring another
         # learning rate, say.
         self._fingerprint = fingerprint.of_run(model)
+        self._schedule = fingerprint.of_schedule(model)
         self.backup_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         state, journal = self.backup_dir / _STATE, self.backup_dir / _JOURNAL
         if not state.exists():
@@ -165,6 +171,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "keys": optimizer.keys.export(),
             "ledger": text,
             "fingerprint": self._fingerprint,
+            "schedule": self._schedule,
         }
         arrays = {name: _storable(v.numpy()) for name, v in _named(model).items()}
         arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
@@ -193,7 +200,9 @@ class BackupAndRestore(keras.callbacks.Callback):
         known = optimizer.releases()
         made = max(journal.made, meta["counted"], known)
         # Under keys that this process has used since, an old number may be taken.
-        replay = known <= meta["releases"] and (
+        # Correlated noise fits no other steps than those that it was planned for.
+        same = meta.get("schedule", "") == self._schedule
+        replay = (known <= meta["releases"] and same) and (
             made == meta["releases"]
             or (
                 journal.may_replay
@@ -211,15 +220,18 @@ class BackupAndRestore(keras.callbacks.Callback):
             optimizer.skip_releases(made)
         model.privacy_ledger.resume(
             meta["ledger"],
-            run.source.phase,
+            # Of the keys that the steps are made with, not of this fit's argument.
+            dataclasses.replace(run.source.phase, seeded=optimizer.keys.seeded),
             optimizer,
             lost=made - meta["counted"],
             repeated=made - meta["releases"] if replay else 0,
+            replay=replay,
         )
         if not replay:
             logging.warning(
-                "keras_dpopt: %d steps after the last backup are lost and cannot be "
-                "repeated exactly; they count, and training goes on with fresh keys.",
+                "keras_dpopt: the run cannot go on exactly as it would have; %d steps "
+                "after the last backup are lost and count, and training goes on with "
+                "fresh keys.",
                 made - meta["releases"],
             )
         if not replay or run.source.rows is None:
@@ -262,15 +274,22 @@ class BackupAndRestore(keras.callbacks.Callback):
 def _named(model) -> dict[str, Any]:
     named = {f"model.{i}": v for i, v in enumerate(model.variables)}
     named |= {f"metric.{i}": v for i, v in enumerate(model.metrics_variables)}
-    return named | {
+    named |= {
         f"optimizer.{name}": v for name, v in model.optimizer.named_variables().items()
+    }
+    return named | {
+        f"secret.{name}": v for name, v in model.optimizer.secret_variables().items()
     }
 
 
 def _state(model) -> list:
     """All that a step depends on, besides data, keys and configuration."""
-    variables = [*model.variables, *model.optimizer.named_variables().values()]
-    return [v.value for v in variables]
+    variables = [
+        *model.variables,
+        *model.optimizer.named_variables().values(),
+        *model.optimizer.secret_variables().values(),
+    ]
+    return [tf.convert_to_tensor(v) for v in variables]
 
 
 def _storable(array: np.ndarray) -> np.ndarray:

@@ -300,24 +300,26 @@ class _Inert:
 # --- optimizers --------------------------------------------------------------------
 
 
-def update_moving_average(optimizer: keras.optimizers.Optimizer) -> None:
-    """Does Keras' EMA of the weights after an update, as `apply` of Keras does."""
+def update_moving_average(optimizer: Any, warmup: bool = False) -> None:
+    """Does Keras' EMA of the weights after an update, as `apply` of Keras does.
+
+    e = mu e + (1 - mu) w, mu = `ema_momentum`; with `warmup` mu = min(`ema_momentum`,
+    (1 + t) / (10 + t)) at update t = `iterations` = 0, 1, ... (De et al. 2022). Update
+    0 copies the weights. Stands on `Optimizer._model_variables_moving_average`.
+    """
     if not optimizer.use_ema:
         return
-    variables = optimizer._trainable_variables
-    optimizer._update_model_variables_moving_average(variables)
-    if optimizer.ema_overwrite_frequency:
-        overwrite = (optimizer.iterations + 1) % optimizer.ema_overwrite_frequency == 0
-        tf.cond(
-            overwrite,
-            lambda: _overwrite_with_average(optimizer, variables),
-            lambda: tf.constant(False),
-        )
-
-
-def _overwrite_with_average(optimizer, variables):
-    optimizer._overwrite_model_variables_with_average_value(variables)
-    return tf.constant(True)
+    step = tf.cast(optimizer.iterations.value, tf.float32)
+    limit = (1.0 + step) / (10.0 + step) if warmup else 1.0
+    mu = tf.where(step == 0.0, 0.0, tf.minimum(optimizer.ema_momentum, limit))
+    every = optimizer.ema_overwrite_frequency
+    averages = optimizer._model_variables_moving_average
+    for variable, average in zip(optimizer._trainable_variables, averages, strict=True):
+        new = mu * average.value + (1.0 - mu) * variable.value
+        average.assign(new)
+        if every:
+            overwrite = (optimizer.iterations.value + 1) % every == 0
+            variable.assign(tf.where(overwrite, new, variable.value))
 
 
 def uses_weight_decay(optimizer: keras.optimizers.Optimizer, variable: Any) -> bool:

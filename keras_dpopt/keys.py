@@ -9,11 +9,11 @@ import tensorflow as tf
 
 from keras_dpopt import prng
 
-_PURPOSES = ("noise", "sampler", "layers")
+_PURPOSES = ("noise", "sampler", "layers", "weights")
 
 
 class SecretKeys:
-    """Three 64-bit Philox keys: for the noise, the sampler and the layers.
+    """Four 64-bit Philox keys: for noise, sampler, layers and sampled weights.
 
     Args:
         seed: `None` draws the keys from the operating system. An int makes the run
@@ -45,6 +45,11 @@ class SecretKeys:
     def layers(self) -> tf.Tensor:
         """Scalar int64 key of dropout and other layer randomness."""
         return self._variable[2]
+
+    @property
+    def weights(self) -> tf.Tensor:
+        """Scalar int64 key of weights that are sampled from a posterior."""
+        return self._variable[3]
 
     def refresh(self) -> None:
         """Draws new keys, for a continuation that is no exact replay."""

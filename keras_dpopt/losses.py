@@ -6,6 +6,14 @@ alone, evaluated as a batch of one, so that no record can move another's gradien
     l_i = w_i * reduce_t l(y_it, f(x_i)_it)  +  add_loss and activity losses of record i
 
 where `reduce` is the mean over the record's unmasked elements t ("sum": their sum).
+
+With K copies of a record (augmentation multiplicity, of De et al., "Unlocking
+high-accuracy differentially private image classification through scale", 2022) it is
+the mean over the copies,
+
+    l_i = 1/K sum_k l_ik
+
+which differ in what random layers draw for them. One gradient, of the mean, is clipped.
 """
 
 import dataclasses
@@ -26,7 +34,8 @@ class RecordOutputs:
 
     Attributes:
         loss: Scalar, l_i.
-        y_pred: The model's output, with a leading axis of length 1.
+        y_pred: The model's output, with a leading axis of length 1; of several copies,
+            the first one's.
         masks: Keras masks of the flattened `y_pred`, by index; only those that exist.
     """
 
@@ -43,6 +52,14 @@ class RecordLoss:
         other_variables: The model's variables that are not trained, without the states
             of its seed generators.
         seed_states: The states of the seed generators.
+        copies: K, 1 or more: how often a record is evaluated.
+
+    Raises:
+        ValueError: if `copies` is less than 1.
+
+    Privacy:
+        The copies of a record are one record. Their mean is taken before the gradient
+        and the gradient is clipped once, so the sensitivity does not depend on K.
     """
 
     def __init__(
@@ -50,7 +67,13 @@ class RecordLoss:
         model: keras.Model,
         other_variables: Sequence[Any],
         seed_states: Sequence[Any],
+        copies: int = 1,
     ):
+        if copies < 1:
+            raise ValueError(
+                f"copies must be at least 1, got {copies}. 1 evaluates a record once."
+            )
+        self._copies = copies
         self._model = model
         self._trainable = list(model.trainable_variables)
         self._other = list(other_variables)
@@ -58,9 +81,19 @@ class RecordLoss:
         self._overrides_loss = keras_compat.overrides_compute_loss(model)
         compiled = keras_compat.compiled_losses(model)
         self._compiled = compiled and keras_compat.record_loss(compiled, single_loss)
+        # A crop is drawn once for a batch: the copies would all get the same.
+        self._in_one_call = not any(
+            isinstance(layer, keras.layers.RandomCrop)
+            for layer in keras_compat.flat_layers(model)
+        )
 
     def __call__(self, weights, other_values, seeds, record) -> RecordOutputs:
         """Evaluates the record.
+
+        All copies are one batch and one call of the model, in which random layers draw
+        for each row. Where that is not the mean of the copies, the model is called once
+        for each: with a layer that draws once for its batch (RandomCrop), and with
+        layers that call `add_loss`, whose value may be a sum over the batch.
 
         Args:
             weights: Values of the trainable variables.
@@ -73,26 +106,51 @@ class RecordLoss:
             UnsupportedModelError: if a layer writes batch data into the model's state.
         """
         batch = tf.nest.map_structure(lambda t: t[tf.newaxis], record)
-        x, y = batch["x"], batch.get("y")
-        sample_weight = batch.get("sample_weight")
-        mapping = [
+        values = [
             *zip(self._trainable, weights, strict=True),
             *zip(self._other, other_values, strict=True),
-            *zip(self._seed_states, tf.unstack(seeds), strict=True),
         ]
+        states = tf.unstack(seeds)
+        if self._in_one_call or self._copies == 1:
+            outputs, _ = self._call(values, states, batch, self._copies)
+            if outputs is not None:
+                return outputs
+            self._in_one_call = False
+        evaluated = []
+        for _ in range(self._copies):
+            outputs, states = self._call(values, states, batch, 1)
+            evaluated.append(outputs)
+        loss = _mean([outputs.loss for outputs in evaluated])
+        return dataclasses.replace(evaluated[0], loss=loss)
+
+    def _call(self, values, states, batch, copies):
+        """Calls the model once, on so many copies.
+
+        Returns:
+            `(RecordOutputs, states of the seed generators afterwards)`, with `None` in
+            the place of the outputs if they are not those of the copies one by one.
+        """
+        x, y = batch["x"], batch.get("y")
+        sample_weight = batch.get("sample_weight")
+        mapping = [*values, *zip(self._seed_states, states, strict=True)]
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
             before = keras_compat.state_of(scope)
-            y_pred = keras_compat.call_for_training(self._model, x)
-            loss = self._total(x, y, y_pred, sample_weight, scope)
-            self._refuse_writes(before, keras_compat.state_of(scope))
+            y_pred = keras_compat.call_for_training(self._model, _repeated(x, copies))
+            if copies > 1 and keras_compat.collected_losses(scope):
+                return None, states
+            rows = [_row(y_pred, k, copies) for k in range(copies)]
+            loss = _mean([self._total(x, y, r, sample_weight, scope) for r in rows])
+            after = keras_compat.state_of(scope)
+            self._refuse_writes(before, after)
         masks = {
             str(i): mask
             for i, mask in enumerate(
-                map(keras_compat.keras_mask, tf.nest.flatten(y_pred))
+                map(keras_compat.keras_mask, tf.nest.flatten(rows[0]))
             )
             if mask is not None
         }
-        return RecordOutputs(ops.cast(loss, "float32"), y_pred, masks)
+        outputs = RecordOutputs(ops.cast(loss, "float32"), rows[0], masks)
+        return outputs, [after[id(state)] for state in self._seed_states]
 
     def _total(self, x, y, y_pred, sample_weight, scope):
         if self._overrides_loss:
@@ -135,6 +193,43 @@ class RecordLoss:
             "GroupNormalization or LayerNormalization instead of batch statistics, or "
             "freeze the layer (`layer.trainable = False`)."
         )
+
+
+def _mean(losses: list) -> Any:
+    """The mean of scalars; one alone as it is, to the last bit."""
+    if len(losses) == 1:
+        return losses[0]
+    return ops.mean(ops.stack([ops.cast(loss, "float32") for loss in losses]))
+
+
+def _repeated(x: Any, copies: int) -> Any:
+    """Repeats a batch of one `copies` times."""
+    if copies == 1:
+        return x
+    return tf.nest.map_structure(
+        lambda t: tf.tile(t, [copies] + [1] * (t.shape.rank - 1)), x
+    )
+
+
+def _row(y_pred: Any, index: int, copies: int) -> Any:
+    """Row `index` of a batch of `copies`, as a batch of one, with its masks."""
+    if copies == 1:
+        return y_pred
+
+    def cut(tensor):
+        if tensor.shape.rank == 0 or tensor.shape[0] not in (None, copies):
+            raise UnsupportedModelError(
+                f"An output of shape {tensor.shape} for a batch of {copies} copies of "
+                "a record has no row for each. Let the model keep the batch axis, or "
+                "train it with one copy."
+            )
+        row = tensor[index : index + 1]
+        mask = keras_compat.keras_mask(tensor)
+        if mask is not None:
+            keras_compat.set_keras_mask(row, mask[index : index + 1])
+        return row
+
+    return tf.nest.map_structure(cut, y_pred)
 
 
 def single_loss(loss, y_true, y_pred, sample_weight):

@@ -1,10 +1,11 @@
 """The variables of a private optimizer, by name."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 
@@ -16,14 +17,17 @@ class OptimizerState:
 
     Attributes:
         per_variable: For each trainable variable, its slots by name.
-        scalars: Scalar slots by name.
+        scalars: By name, what is kept once for all variables: scalars and small arrays.
         mechanism: Structure of the mechanism's state.
+        mechanism_is_secret: Whether that state would give the noise away. It is then
+            in variables that neither Keras nor TensorFlow tracks.
         weights_digest: Digest of the weights that the last update left.
     """
 
     per_variable: tuple[dict[str, Any], ...]
     scalars: dict[str, Any]
     mechanism: Any
+    mechanism_is_secret: bool
     weights_digest: Any
 
     @classmethod
@@ -31,56 +35,76 @@ class OptimizerState:
         cls,
         optimizer: keras.optimizers.Optimizer,
         variables: Sequence[Any],
-        slots: Iterable[str],
-        scalars: Iterable[str],
+        slots: Mapping[str, float],
+        scalars: Mapping[str, Any],
         mechanism: Any,
+        mechanism_is_secret: bool = False,
     ) -> "OptimizerState":
         """Makes the variables.
 
         Args:
             optimizer: Owns the variables.
             variables: The trainable variables.
-            slots: Names of the slots of each variable, zero at first.
-            scalars: Names of the scalar slots, zero at first.
-            mechanism: The mechanism's initial state, a structure of scalars.
+            slots: Names of the slots of each variable, with the value of their entries
+                at first.
+            scalars: Names of what is kept once, with its first value.
+            mechanism: The mechanism's initial state, a structure of numbers and arrays.
+            mechanism_is_secret: See the class.
         """
-        slots = tuple(slots)
+
+        def kept(value):
+            if mechanism_is_secret:
+                with tf.init_scope():
+                    return tf.Variable(value, trainable=False, name="secret")
+            return shared_variable(optimizer, "mechanism", value)
+
         return cls(
             tuple(
                 {
-                    name: optimizer.add_variable_from_reference(variable, name=name)
-                    for name in slots
+                    name: optimizer.add_variable_from_reference(
+                        variable,
+                        name=name,
+                        initializer=keras.initializers.Constant(first),
+                    )
+                    for name, first in slots.items()
                 }
                 for variable in variables
             ),
-            {name: scalar_variable(optimizer, name, 0.0) for name in scalars},
-            tf.nest.map_structure(
-                lambda value: scalar_variable(optimizer, "mechanism", float(value)),
-                mechanism,
-            ),
-            scalar_variable(optimizer, "weights_digest", 0, "int64"),
+            {name: shared_variable(optimizer, name, v) for name, v in scalars.items()},
+            tf.nest.map_structure(kept, mechanism),
+            mechanism_is_secret,
+            shared_variable(optimizer, "weights_digest", 0, "int64"),
         )
 
     def named(self) -> dict[str, Any]:
-        """Returns all variables, each by a name of its own."""
+        """Returns all variables that may be saved, each by a name of its own."""
         named = {
             f"{name}.{i}": slot
             for i, slots in enumerate(self.per_variable)
             for name, slot in slots.items()
         }
         named.update(self.scalars)
-        for i, variable in enumerate(tf.nest.flatten(self.mechanism)):
-            named[f"mechanism.{i}"] = variable
+        if not self.mechanism_is_secret:
+            named.update(self._mechanism_named())
         named["weights_digest"] = self.weights_digest
         return named
 
+    def secrets(self) -> dict[str, Any]:
+        """Returns the variables that `BackupAndRestore` alone may write."""
+        return self._mechanism_named() if self.mechanism_is_secret else {}
 
-def scalar_variable(
+    def _mechanism_named(self) -> dict[str, Any]:
+        flat = tf.nest.flatten(self.mechanism)
+        return {f"mechanism.{i}": variable for i, variable in enumerate(flat)}
+
+
+def shared_variable(
     optimizer: keras.optimizers.Optimizer, name: str, value: Any, dtype: str = "float32"
 ) -> Any:
-    """Adds a scalar variable to an optimizer."""
+    """Adds a variable that is kept once, not for each trainable variable."""
+    value = np.asarray(value)
     return optimizer.add_variable(
-        (),
+        value.shape,
         initializer=keras.initializers.Constant(value),
         dtype=dtype,
         aggregation="only_first_replica",

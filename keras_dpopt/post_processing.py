@@ -5,11 +5,13 @@ What happens here sees privatized gradients only, one variable at a time.
 
 from typing import Any
 
+import tensorflow as tf
 from keras import ops
 
 from keras_dpopt import digest, keras_compat
 from keras_dpopt.optimizer_state import OptimizerState, assign
-from keras_dpopt.types import FilterOutput, PrivatizedGradient
+from keras_dpopt.queries import StepState
+from keras_dpopt.types import PrivatizedGradient, RuleInput, StepScalars
 
 
 def update(
@@ -18,6 +20,7 @@ def update(
     variables: list,
     gradient: PrivatizedGradient,
     regularization: list | None,
+    step_state: StepState,
 ) -> None:
     """Updates the variables and the optimizer's state.
 
@@ -28,33 +31,50 @@ def update(
         variables: The model's, in the order of the gradient.
         gradient: The privatized gradient.
         regularization: Gradients of the weight regularizers or `None`, in that order.
+        step_state: What the query was given.
     """
     filter_, rule = optimizer.filter, optimizer.rule
-    scalars = {name: v.value for name, v in state.scalars.items()}
-    noise_variance, noise_slots = _noise_variance(optimizer, gradient, scalars)
-    shared, rule_scalars = rule.begin(
-        _chosen(scalars, rule.scalar_slots),
-        optimizer.iterations.value + 1,
-        noise_variance,
+    scalars = _read(state.scalars)
+    step = optimizer.iterations.value + 1
+    shared_filter, variance, filter_scalars = _filtered_noise(
+        optimizer, gradient, scalars, step
     )
     learning_rate = ops.cast(optimizer.learning_rate, "float32")
+    shared, rule_scalars = rule.begin(
+        _chosen(scalars, rule.scalars),
+        StepScalars(
+            step,
+            learning_rate,
+            variance,
+            step_state.train_size,
+            ops.cast(optimizer.batch_size_variable.value, "float32"),
+        ),
+    )
     new_weights = []
     for i, (variable, slots) in enumerate(
         zip(variables, state.per_variable, strict=True)
     ):
-        raw = gradient.values[i]
+        raw, *views = gradient.values[i :: len(variables)]
         if regularization is not None and regularization[i] is not None:
             raw = raw + regularization[i]
-        values = {name: slot.value for name, slot in slots.items()}
-        filtered, filter_slots = filter_.update(_chosen(values, filter_.slots), raw)
-        step, rule_slots = rule.update(
+        values = _read(slots)
+        filtered, filter_slots = filter_.update(
+            _chosen(values, filter_.slots), raw, shared_filter
+        )
+        old = variable.value
+        change, rule_slots = rule.update(
             _chosen(values, rule.slots),
-            FilterOutput(filtered, raw),
+            RuleInput(
+                filtered,
+                raw,
+                tuple(views),
+                old,
+                draws=lambda j, i=i: step_state.draw(j, i),
+            ),
             learning_rate,
             shared,
         )
-        old = variable.value
-        new = old - step
+        new = old - change
         if optimizer.weight_decay and keras_compat.uses_weight_decay(
             optimizer, variable
         ):
@@ -62,33 +82,45 @@ def update(
             new = new - learning_rate * optimizer.weight_decay * old
         if variable.constraint is not None:
             new = variable.constraint(new)
-        new_slots = {**filter_slots, **rule_slots}
-        if "last_update" in slots:
-            new_slots["last_update"] = new - old
-        assign(slots, new_slots)
+        of_query = {"last_update": new - old, "last_gradient": raw}
+        assign(
+            slots,
+            {**filter_slots, **rule_slots, **_chosen(of_query, optimizer.query.slots)},
+        )
         variable.assign(new)
         new_weights.append(new)
-    assign(state.scalars, {**noise_slots, **rule_scalars})
-    if optimizer.query.uses_last_update:
+    assign(state.scalars, {**filter_scalars, **rule_scalars})
+    if "last_update" in optimizer.query.slots:
         state.weights_digest.assign(digest.weights_digest(new_weights))
 
 
-def _noise_variance(optimizer, gradient, scalars):
-    """The noise variance that the rule subtracts, and the filter's noise slots."""
-    slots = _chosen(scalars, optimizer.filter.noise_slots)
-    correction = optimizer.noise_correction
-    if gradient.noise_stddev is None:
-        if correction is not None:
-            raise ValueError(
-                f"{type(optimizer).__name__} subtracts the variance of the noise, "
-                "which this dp_sum_query does not tell. Set noise_correction=None, or "
-                "give l2_norm_clip and noise_multiplier."
-            )
-        return 0.0, slots
-    variance = ops.square(gradient.noise_stddev)
-    (steady, exact), slots = optimizer.filter.propagate(slots, variance)
-    choice = {"filtered": steady, "exact": exact, "unfiltered": variance}
-    return choice.get(correction, 0.0 * variance), slots
+def _filtered_noise(optimizer, gradient, scalars, step):
+    """What the filter shares, the variance that the rule subtracts, and scalars."""
+    filter_, correction = optimizer.filter, optimizer.noise_correction
+    if gradient.noise_stddev is None and correction is not None:
+        raise ValueError(
+            f"{type(optimizer).__name__} subtracts the variance of the noise, "
+            "which this dp_sum_query does not tell. Set noise_correction=None, or "
+            "give l2_norm_clip and noise_multiplier."
+        )
+    if gradient.is_correlated and correction in ("filtered", "exact") and filter_.slots:
+        raise ValueError(
+            f"{type(optimizer).__name__} filters noise that is correlated from step to "
+            "step, whose variance after the filter is not known. Set "
+            "noise_correction=None."
+        )
+    known = gradient.noise_stddev is not None
+    variance = ops.square(gradient.noise_stddev) if known else 0.0
+    shared, filtered, filter_scalars = filter_.begin(
+        _chosen(scalars, filter_.scalars), step, variance, correction == "filtered"
+    )
+    subtracted = variance if correction == "unfiltered" else filtered
+    return shared, 0.0 if correction is None else subtracted, filter_scalars
+
+
+def _read(variables: dict) -> dict:
+    # Tensors, not variables: a filter may give one slot the old value of another.
+    return {name: tf.convert_to_tensor(v.value) for name, v in variables.items()}
 
 
 def _chosen(values: dict, names) -> dict:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_dpopt import engines, keras_compat, losses, prng, step_checks
 from keras_dpopt.engines import GradientEngine, GradientProblem
-from keras_dpopt.queries import Point
+from keras_dpopt.queries import Point, StepState
 from keras_dpopt.types import ClippedSum
 from keras_dpopt.weights_watch import WeightsWatch
 
@@ -57,18 +57,37 @@ class PrivateStep:
         due = self._is_due(batch["step"])
         self.watch.compare()
         weights = self._values(self._trainable)
-        points = optimizer.points(weights)
         regularization, penalty = self._regularization(weights)
-        total = self._sum_of_microbatches(batch, due, points, penalty)
+        number = tf.identity(optimizer.release_count.value)
+        last, released = optimizer.query.stages - 1, ()
+        for stage in range(last + 1):
+            state = optimizer.step_state(weights, number, released)
+            total = self._sum_of_microbatches(batch, due, state, penalty, stage)
+            if stage < last:
+                released += (self._released(due, total, stage),)
 
         def update():
-            clip = optimizer.mechanism.l2_norm_clip
-            gradient = optimizer.release(ClippedSum(total, clip))
-            optimizer.apply(gradient, self._trainable, regularization)
+            gradient = optimizer.release(self._clipped(total), last)
+            optimizer.apply(gradient, self._trainable, regularization, state)
             self.watch.remember()
             return tf.constant(True)
 
         tf.cond(due, update, lambda: tf.constant(False))
+
+    def _clipped(self, total) -> ClippedSum:
+        mechanism = self._optimizer.mechanism
+        params = mechanism.sample_params(self._optimizer.mechanism_state())
+        return ClippedSum(total, mechanism.sensitivity(params))
+
+    def _released(self, due, total, stage: int) -> tuple:
+        """What an earlier stage of the step releases, for the points of the next."""
+        weights = self._values(self._trainable)
+        specs = self._optimizer.query.record_specs(weights)
+        return tf.cond(
+            due,
+            lambda: self._optimizer.release(self._clipped(total), stage).values,
+            lambda: tuple(tf.zeros(spec.shape, tf.float32) for spec in specs),
+        )
 
     def choose_engine(self, row_specs: dict) -> None:
         """Chooses the gradient engine for batches of rows of these specs."""
@@ -95,9 +114,15 @@ class PrivateStep:
             return tf.zeros([2, *shape], spec.dtype)
 
         rows = tf.nest.map_structure(zeros, row_specs)
-        points = self._optimizer.points(self._values(self._trainable))
-        seeds = self._seeds(tf.constant(0, tf.int64), tf.range(2))
-        self._microbatch_sum(engine, points, rows, seeds, tf.constant(2), False)
+        optimizer, zero = self._optimizer, tf.constant(0, tf.int64)
+        weights = self._values(self._trainable)
+        seeds = self._seeds(zero, tf.range(2))
+        released: tuple = ()
+        for _ in range(optimizer.query.stages):
+            state = optimizer.step_state(weights, zero, released)
+            self._microbatch_sum(engine, state, rows, seeds, tf.constant(2), False)
+            specs = optimizer.query.record_specs(weights)
+            released += (tuple(tf.zeros(s.shape, tf.float32) for s in specs),)
 
     def _is_due(self, step):
         """Whether this batch is the next release, within the limit."""
@@ -111,7 +136,7 @@ class PrivateStep:
         with tf.control_dependencies([check] if check is not None else []):
             return tf.equal(step, number) & allowed & tf.logical_not(applied)
 
-    def _sum_of_microbatches(self, batch, due, points, penalty):
+    def _sum_of_microbatches(self, batch, due, state, penalty, stage):
         rows, count, step = batch["rows"], batch["count"], batch["step"]
         flat = tf.nest.flatten(rows)
         size = flat[0].shape[1]
@@ -121,7 +146,7 @@ class PrivateStep:
         zero = mechanism.zero_sum(
             [
                 tf.zeros(spec.shape, tf.float32)
-                for spec in self._optimizer.query.record_specs(points[0].weights)
+                for spec in self._optimizer.query.record_specs(state.weights)
             ]
         )
 
@@ -130,9 +155,10 @@ class PrivateStep:
             seeds = self._seeds(step, j * size + tf.range(size))
             part_count = tf.minimum(count - j * size, size)
             part, outputs = self._microbatch_sum(
-                self.engine, points, part_rows, seeds, part_count, self._run_eagerly
+                self.engine, state, part_rows, seeds, part_count, self._run_eagerly
             )
-            self._report(part_rows, outputs, part_count, penalty)
+            if stage == 0:
+                self._report(part_rows, outputs, part_count, penalty)
             return j + 1, tf.nest.map_structure(tf.add, total, part)
 
         _, total = tf.while_loop(
@@ -140,28 +166,46 @@ class PrivateStep:
         )
         return total
 
-    def _microbatch_sum(self, engine, points, rows, seeds, count, run_eagerly):
+    def _microbatch_sum(self, engine, state, rows, seeds, count, run_eagerly):
         """The sum of clipped records of one microbatch, in a function of its own.
 
         It gets every value as an argument, so XLA can compile it, and a function of its
         own can be searched for what it must not do.
         """
-        mechanism = self._optimizer.mechanism
-        coefficients = [point.coefficient for point in points]
-        record_loss = losses.RecordLoss(self._model, self._other, self._seed_states)
+        mechanism, query = self._optimizer.mechanism, self._optimizer.query
+        record_loss = losses.RecordLoss(
+            self._model,
+            self._other,
+            self._seed_states,
+            self._optimizer.augmentation_multiplicity,
+        )
+        # XLA gets the sampling of weights too; without it, the points of all
+        # microbatches are computed once.
+        points = None if self._jit_compile else query.points(state)
+        coefficients = [point.coefficient for point in points or ()]
 
-        def run(point_weights, other, params, rows, seeds, count):
+        def run(given, other, params, rows, seeds, count):
+            if points is None:
+                problem_points = query.points(StepState(*given))
+            else:
+                problem_points = tuple(
+                    Point(c, *parts)
+                    for c, parts in zip(coefficients, given, strict=True)
+                )
             problem = GradientProblem(
                 evaluate=lambda w, s, record: record_loss(w, other, s, record),
                 preprocess=functools.partial(mechanism.preprocess_record, params),
-                points=tuple(map(Point, coefficients, point_weights)),
+                points=problem_points,
+                query=query,
                 loss_scale=self._loss_scale(),
                 names=tuple(v.path for v in self._trainable),
             )
             return engine.clipped_sum(problem, rows, seeds, count)
 
         arguments = (
-            [point.weights for point in points],
+            state.tensors()
+            if points is None
+            else [(point.weights, point.scales) for point in points],
             self._values(self._other),
             mechanism.sample_params(self._optimizer.mechanism_state()),
             rows,

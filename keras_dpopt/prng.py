@@ -28,6 +28,9 @@ STREAM_BITS = 20
 
 _MAX_STREAMS = 2**STREAM_BITS
 _MAX_STEPS = 2 ** (63 - STREAM_BITS)
+LAST_STEP = _MAX_STEPS - 1
+"""The largest step, for draws that belong to no step of a training run."""
+
 _PHILOX = 1  # The value of tf.random.Algorithm.PHILOX, which raw ops want bare.
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_dpopt.types import MixIn
 
@@ -16,6 +17,7 @@ class _Counters:
 
     count: Any
     limit: Any
+    ahead: Any
     skipped: int = 0
 
 
@@ -28,7 +30,9 @@ class ReleaseCount(MixIn):
 
     def _make_release_count(self) -> None:
         self._counters = _Counters(
-            _variable("release_count", 0), _variable("step_limit", NO_LIMIT)
+            _variable("release_count", 0),
+            _variable("step_limit", NO_LIMIT),
+            _variable("releases_ahead", 0),
         )
 
     @property
@@ -61,6 +65,27 @@ class ReleaseCount(MixIn):
     def limit_releases(self, left: int) -> None:
         """Allows `left` more releases."""
         self.step_limit.assign(min(self.releases() + left, NO_LIMIT))
+
+    def follow_schedule(self) -> None:
+        """Remembers how far the releases are ahead of the updates.
+
+        Where the noise follows the learning rate, and so the number of the update, this
+        ties the order of the steps to the plan that is accounted.
+        """
+        self._counters.ahead.assign(self.releases() - int(self.iterations.numpy()))
+
+    def schedule_checks(self) -> list:
+        """Ops that fail in a step that is not the next one of the plan."""
+        ahead = self.release_count.value - tf.cast(self.iterations.value, tf.int64)
+        return [
+            tf.debugging.assert_equal(
+                ahead,
+                # Read in the order of the graph: the release has been counted.
+                self._counters.ahead.value + 1,
+                "The number of updates was changed within a fit, and the noise would "
+                "not be that which the ledger accounts.",
+            )
+        ]
 
     def at_limit(self) -> bool:
         """Whether no further release is allowed."""

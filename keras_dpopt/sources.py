@@ -51,6 +51,7 @@ def drawn(
     held_out,
     sampler,
     steps_per_epoch,
+    epochs,
     refused,
 ) -> Source:
     """Batches that a sampler draws from rows in memory.
@@ -64,6 +65,7 @@ def drawn(
         held_out: `validation_split` of `fit`.
         sampler: A sampler, or `None` for the one that the mechanism is accounted for.
         steps_per_epoch: Or `None` for ceil(N / batch size).
+        epochs: How many epochs the fit has.
         refused: Arguments of `fit` that do not go with arrays.
     """
     fit_arguments.refuse("arrays", **refused)
@@ -84,9 +86,10 @@ def drawn(
         notes += data.check_preprocessing(preprocess, rows.values)
     batch_size = arguments.resolve_batch_size(optimizer.expected_batch_size, batch_size)
     epoch = accounting.steps_per_epoch(rows.size, batch_size)  # refuses more than N
-    optimizer.resolve_batch_size(batch_size)
-    sampler = sampling.check_sampler(sampler or optimizer.mechanism.sampler)
+    optimizer.resolve_sizes(batch_size, rows.size)
     steps = steps_per_epoch or epoch
+    plan = optimizer.plan_run(steps * epochs, rows.size, drawn=True)
+    sampler = _sampler(optimizer, plan, sampler)
     start = _start()
 
     def draw(step):
@@ -95,7 +98,7 @@ def drawn(
         return sampler.indices(optimizer.keys.sampler, step, rows.size, batch_size)
 
     batches = data.drawn_batches(rows, draw, start, steps, preprocess)
-    phase = _phase(optimizer, sampling=sampler.kind, train_size=rows.size)
+    phase = _phase(optimizer, plan, sampling=sampler.kind, train_size=rows.size)
     return Source(batches, phase, start, None, rows, validation_data, notes)
 
 
@@ -107,6 +110,7 @@ def given(
     class_weight,
     shuffle,
     steps_per_epoch,
+    epochs,
     once_per_epoch,
     assume,
     train_size,
@@ -121,6 +125,7 @@ def given(
         class_weight: As given to `fit`.
         shuffle: As given to `fit`; for the order of a `PyDataset`.
         steps_per_epoch: As given to `fit`.
+        epochs: How many epochs the fit has.
         once_per_epoch: The caller's word that no record comes twice in an epoch; an
             epoch must have an end.
         assume: "poisson" is the caller's word that batches are Poisson samples.
@@ -131,15 +136,18 @@ def given(
     fit_arguments.check_assumptions(assume, train_size, once_per_epoch, steps_per_epoch)
     if once_per_epoch:
         fit_arguments.check_ends(x)
-    optimizer.resolve_batch_size(None)
+    optimizer.resolve_sizes(None, train_size)
     adapter = keras_compat.data_adapter(x, class_weight, shuffle)
     notes = () if preprocess is None else _check_given(preprocess, x, adapter)
     start = _start()
     batches = data.given_batches(
         adapter.get_tf_dataset(), start, preprocess, adapter.num_batches
     )
+    steps = steps_per_epoch or adapter.num_batches
+    plan = optimizer.plan_run(steps and steps * epochs, train_size, drawn=False)
     phase = _phase(
         optimizer,
+        plan,
         sampling="caller",
         train_size=train_size,
         once_per_epoch=once_per_epoch,
@@ -150,7 +158,8 @@ def given(
 
 def single(optimizer) -> Phase:
     """What the ledger records of `train_on_batch`: batches that the caller made."""
-    return _phase(optimizer, sampling="caller", train_size=None)
+    plan = optimizer.plan_run(1, None, drawn=False)
+    return _phase(optimizer, plan, sampling="caller", train_size=None)
 
 
 def _check_given(preprocess, x, adapter) -> tuple[str, ...]:
@@ -173,12 +182,24 @@ def _start() -> tf.Variable:
     return tf.Variable(0, dtype=tf.int64, trainable=False, name="first_release")
 
 
-def _phase(optimizer, **sampling) -> Phase:
-    return Phase(
-        optimizer=type(optimizer).__name__,
-        noise_multipliers=optimizer.noise_multipliers(),
-        l2_norm_clip=optimizer.mechanism.l2_norm_clip,
-        expected_batch_size=optimizer.expected_batch_size,
-        seeded=optimizer.keys.seeded,
-        **sampling,
-    )
+def _sampler(optimizer, plan, sampler):
+    """The sampler that the user asks for, if the mechanism may be used with it."""
+    if sampler is not None and not plan.allows_other_samplers:
+        raise ValueError(
+            f"{type(optimizer).__name__} is accounted for batches that come in an "
+            f"order of its own, not those of {sampler!r}. Leave `sampler` out."
+        )
+    return plan.sampler if sampler is None else sampling.check_sampler(sampler)
+
+
+def _phase(optimizer, plan, **fields) -> Phase:
+    fields = {
+        "optimizer": type(optimizer).__name__,
+        "noise_multipliers": optimizer.noise_multipliers(),
+        "l2_norm_clip": optimizer.mechanism.l2_norm_clip,
+        "expected_batch_size": optimizer.expected_batch_size,
+        "seeded": optimizer.keys.seeded,
+        **fields,
+        **plan.phase,
+    }
+    return Phase(**fields)

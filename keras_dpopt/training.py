@@ -170,6 +170,7 @@ class PrivateTraining(PrivateSaving):
                 class_weight=class_weight,
                 shuffle=shuffle,
                 steps_per_epoch=steps_per_epoch,
+                epochs=max(0, epochs - initial_epoch),
                 once_per_epoch=once_per_epoch,
                 assume=assume,
                 train_size=train_size,
@@ -191,6 +192,7 @@ class PrivateTraining(PrivateSaving):
                 held_out=0.0 if validation_data is not None else validation_split,
                 sampler=sampler,
                 steps_per_epoch=steps_per_epoch,
+                epochs=max(0, epochs - initial_epoch),
                 refused={
                     "shuffle": not shuffle,
                     "once_per_epoch": once_per_epoch,
@@ -245,7 +247,7 @@ class PrivateTraining(PrivateSaving):
         """
         self._check_ready()
         optimizer, ledger = self.optimizer, self.privacy_ledger
-        optimizer.resolve_batch_size(None)
+        optimizer.resolve_sizes(None, None)
         batch = data.single_batch(x, y, sample_weight, class_weight, self._preprocess())
         spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, batch["rows"])
         size = self._prepare(
@@ -326,6 +328,8 @@ class PrivateTraining(PrivateSaving):
         )
 
     def _check_ready(self):
+        # Before anything is planned: the run that is on follows its own plan.
+        self.privacy_ledger.refuse_if_open()
         fit_arguments.check_ready(self, self._compiled_optimizer)
         step_checks.refuse_own_step(self, PrivateTraining, self._own_train_function)
 

@@ -12,7 +12,7 @@ from typing import Any
 # anything, because the Keras class that comes behind it has the attributes it uses.
 MixIn: Any = object
 
-# Only `mechanisms.py` passes this object on. A flag could be left open by an exception
+# Only the mechanisms pass this object on. A flag could be left open by an exception
 # in the middle of a trace; a value that must be at hand to construct the type cannot.
 MECHANISM_TOKEN = object()
 
@@ -40,11 +40,14 @@ class PrivatizedGradient:
         noise_stddev: Scalar, the standard deviation of the noise in each coordinate of
             `values` (on the mean, not on the sum) at this very step: sigma*C/B of
             SPEC (0.1). `None` where a foreign query does not tell it.
+        is_correlated: Whether the noise depends on that of other steps.
     """
 
-    __slots__ = ("noise_stddev", "values")
+    __slots__ = ("is_correlated", "noise_stddev", "values")
 
-    def __init__(self, values, noise_stddev, *, token: object = None):
+    def __init__(
+        self, values, noise_stddev, *, token: object = None, is_correlated: bool = False
+    ):
         if token is not MECHANISM_TOKEN:
             raise TypeError(
                 "A PrivatizedGradient is made by a mechanism alone, because its "
@@ -53,19 +56,47 @@ class PrivatizedGradient:
             )
         self.values = tuple(values)
         self.noise_stddev = noise_stddev
+        self.is_correlated = is_correlated
 
 
 @dataclasses.dataclass(frozen=True)
-class FilterOutput:
-    """What a temporal filter hands to the update rule for one variable.
+class RuleInput:
+    """What an update rule gets for one variable; all of it is below the line.
 
     Attributes:
         filtered: The filtered gradient.
         raw: The filter's input, for rules whose second moment is of the raw gradient.
+        views: The further views of the record (see `queries.Point`), unfiltered.
+        weight: The variable's value.
+        draws: Function from j to the j-th standard normal draw of this step for this
+            variable, the same that the query got.
     """
 
     filtered: Any
     raw: Any
+    views: tuple[Any, ...] = ()
+    weight: Any = None
+    draws: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StepScalars:
+    """What all variables share in one step.
+
+    Attributes:
+        step: k = t + 1, the number of this update.
+        learning_rate: float32 scalar.
+        noise_variance: Of the noise in the gradient that the rule gets, as its
+            correction wants it.
+        train_size: float32 scalar N, or `None` where no part has asked for it.
+        batch_size: float32 scalar B.
+    """
+
+    step: Any
+    learning_rate: Any = None
+    noise_variance: Any = None
+    train_size: Any = None
+    batch_size: Any = None
 
 
 class UnsupportedModelError(ValueError):

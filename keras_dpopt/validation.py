@@ -85,6 +85,23 @@ def check_non_negative(name: str, value: object) -> float:
     return number
 
 
+def check_finite(name: str, value: object) -> float:
+    """Returns `value` as a float, or raises when it is not a finite number.
+
+    Args:
+        name: The name of the argument, for the message.
+        value: Any real number type.
+
+    Raises:
+        TypeError: `value` is not a number.
+        ValueError: `value` is infinite or NaN.
+    """
+    number = _as_float(name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"`{name}` must be finite, not {number}. Pass such a number.")
+    return number
+
+
 def check_delta(delta: object) -> float:
     """Returns `delta` as a float, or raises when it is not strictly in (0, 1).
 

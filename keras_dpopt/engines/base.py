@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dpopt.queries import Point
+from keras_dpopt.queries import GradientQuery, Point
 from keras_dpopt.types import UnsupportedModelError
 
 
@@ -24,6 +24,7 @@ class GradientProblem:
         evaluate: `(weights, seeds, record) -> RecordOutputs`.
         preprocess: `record gradient -> clipped record`, of the mechanism.
         points: Evaluation points of the query; the outputs are of the last.
+        query: The query, whose `record` makes the record gradient.
         loss_scale: Power of two that the loss is multiplied by before the derivative
             and each record divided by before its norm: float16 would underflow.
         names: Of the weights, for messages; without them they are numbered.
@@ -32,6 +33,7 @@ class GradientProblem:
     evaluate: Callable[..., Any]
     preprocess: Callable[..., Any]
     points: tuple[Point, ...]
+    query: GradientQuery = GradientQuery()  # noqa: RUF009 - it is frozen
     loss_scale: float = 1.0
     names: tuple[str, ...] = ()
 
@@ -58,13 +60,95 @@ class GradientEngine(abc.ABC):
         """
 
 
-def clipped_record(problem: GradientProblem, record, seeds):
-    """Evaluates, differentiates and clips one record.
-
-        u = sum_j c_j * grad l(theta_j),        then one clip of u
+class RecordGradient:
+    """The gradient of one record's loss as a function of the weights.
 
     A weight that the loss does not depend on has a gradient of zeros, and is named in a
     warning: noise alone would move it.
+
+    Args:
+        problem: The `GradientProblem`.
+        record: The record, without a batch axis.
+        seeds: States of the seed generators: the same at all points of the record.
+
+    Attributes:
+        outputs: Of the last evaluation that was to be reported.
+    """
+
+    def __init__(self, problem: GradientProblem, record, seeds):
+        self._problem = problem
+        self._record, self._seeds = record, seeds
+        self._missing = set(range(len(problem.points[0].weights)))
+        self.outputs: Any = None
+
+    def __call__(self, weights, report: bool = True) -> list:
+        """Returns the gradients at `weights`, float32.
+
+        Args:
+            weights: One tensor for each trainable variable.
+            report: Whether the outputs are those of the step, for the metrics.
+        """
+        scaled = self._scaled(weights, report)
+        return [g / self._problem.loss_scale for g in scaled]
+
+    def with_hessian_product(
+        self, weights, direction: Callable, report: bool = True
+    ) -> tuple[list, list]:
+        """Returns the gradients g, and the Hessian times `direction(g)`.
+
+        Args:
+            weights: As in `__call__`.
+            direction: From g to a constant vector, in the same structure.
+            report: As in `__call__`.
+        """
+        scale = self._problem.loss_scale
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(weights)
+            scaled = self._scaled(weights, report)
+            gradient = [g / scale for g in scaled]
+            along = [tf.stop_gradient(d) for d in direction(gradient)]
+            product = tf.add_n(
+                [tf.reduce_sum(g * d) for g, d in zip(scaled, along, strict=True)]
+            )
+        curvature = tape.gradient(product, weights, unconnected_gradients="zero")
+        return gradient, [
+            _dense(h, w) / scale for h, w in zip(curvature, weights, strict=True)
+        ]
+
+    def _scaled(self, weights, report: bool) -> list:
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(weights)
+            outputs = self._problem.evaluate(weights, self._seeds, self._record)
+            scaled = outputs.loss * self._problem.loss_scale
+        gradients = tape.gradient(scaled, weights)
+        if report:
+            self.outputs = outputs
+        self._missing &= {i for i, g in enumerate(gradients) if g is None}
+        return [
+            tf.zeros(w.shape, tf.float32) if g is None else _dense(g, w)
+            for g, w in zip(gradients, weights, strict=True)
+        ]
+
+    def report_missing(self) -> None:
+        """Says which weights the loss does not depend on.
+
+        Raises:
+            UnsupportedModelError: if it depends on none at all.
+        """
+        size = len(self._problem.points[0].weights)
+        _report_missing(sorted(self._missing), size, self._problem.names)
+
+
+def _dense(gradient, weight):
+    # A product over a sequence of unknown length forgets the weight's shape.
+    dense = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+    return tf.ensure_shape(dense, weight.shape)
+
+
+def clipped_record(problem: GradientProblem, record, seeds):
+    """Evaluates, differentiates and clips one record.
+
+        u = the query's record, say sum_j c_j * grad l(theta_j);    one clip of u
 
     Returns:
         `(preprocessed record, outputs)` without a batch axis.
@@ -72,33 +156,12 @@ def clipped_record(problem: GradientProblem, record, seeds):
     Raises:
         UnsupportedModelError: if the loss depends on no weight at all.
     """
-    total: list = []
-    missing = set(range(len(problem.points[0].weights)))
-    for point in problem.points:
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
-            tape.watch(point.weights)
-            outputs = problem.evaluate(point.weights, seeds, record)
-            scaled = outputs.loss * problem.loss_scale
-        gradients = tape.gradient(scaled, point.weights)
-        missing &= {i for i, g in enumerate(gradients) if g is None}
-        gradients = [
-            # A product over a sequence of unknown length forgets the weight's shape.
-            tf.zeros(w.shape, tf.float32)
-            if g is None
-            else tf.ensure_shape(tf.cast(tf.convert_to_tensor(g), tf.float32), w.shape)
-            / problem.loss_scale
-            for g, w in zip(gradients, point.weights, strict=True)
-        ]
-        if point.coefficient != 1.0:
-            gradients = [point.coefficient * g for g in gradients]
-        total = (
-            [a + b for a, b in zip(total, gradients, strict=True)]
-            if total
-            else gradients
-        )
-    _report_missing(sorted(missing), len(total), problem.names)
+    gradient = RecordGradient(problem, record, seeds)
+    values = problem.query.record(gradient, problem.points)
+    gradient.report_missing()
     drop_batch = lambda t: t[0]  # noqa: E731
-    return problem.preprocess(tuple(total)), {
+    outputs = gradient.outputs
+    return problem.preprocess(tuple(values)), {
         "loss": outputs.loss,
         "y_pred": tf.nest.map_structure(drop_batch, outputs.y_pred),
         "masks": tf.nest.map_structure(drop_batch, outputs.masks),

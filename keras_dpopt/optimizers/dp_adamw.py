@@ -54,6 +54,7 @@ class DPAdamW(DPOptimizer):
             learning_rate,
             # All four slots: what is filled here is no argument of the class.
             query=None,
+            mechanism=None,
             filter=None,
             rule=update_rules.Adam(beta_1, beta_2, epsilon),
             noise_correction=None,

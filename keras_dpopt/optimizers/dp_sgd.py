@@ -47,6 +47,7 @@ class DPSGD(DPOptimizer):
             learning_rate,
             # All four slots: what is filled here is no argument of the class.
             query=None,
+            mechanism=None,
             filter=None,
             rule=update_rules.SGD(momentum, nesterov),
             noise_correction=None,

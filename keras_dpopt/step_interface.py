@@ -1,0 +1,164 @@
+"""What the training step asks of a private optimizer: plan, points, release."""
+
+import tensorflow as tf
+
+from keras_dpopt import arguments, digest, keras_compat, run_plan
+from keras_dpopt.queries import StepState
+from keras_dpopt.types import MixIn, PrivatizedGradient
+
+
+class StepInterface(MixIn):
+    """Part of the private optimizers: sizes, plan, points and the release of a step."""
+
+    @property
+    def expected_batch_size(self) -> int | None:
+        """The constant divisor B, or `None` while nothing has set it."""
+        return int(self.batch_size_variable.numpy()) or None
+
+    def resolve_batch_size(self, batch_size: int | None) -> int:
+        """Fixes the divisor B to `batch_size`, or to what the constructor got.
+
+        Raises:
+            ValueError: if neither is there, or both and they differ.
+        """
+        resolved = arguments.resolve_batch_size(self.expected_batch_size, batch_size)
+        self.batch_size_variable.assign(resolved)
+        return resolved
+
+    def resolve_sizes(self, batch_size: int | None, train_size: int | None) -> None:
+        """Fixes the divisor B, and N for the parts that need it, or raises."""
+        self.resolve_batch_size(batch_size)
+        self.resolve_train_size(train_size)
+
+    def resolve_train_size(self, train_size: int | None) -> None:
+        """Fixes N, for the parts that need it.
+
+        Raises:
+            ValueError: if they do, and nothing tells it.
+        """
+        if self._train_size is None:
+            return
+        if train_size:
+            self._train_size.assign(train_size)
+        elif not int(self._train_size.numpy()):
+            raise ValueError(
+                f"{type(self).__name__} needs the number of training records. Pass "
+                "arrays or `train_size` to `fit`, or fix it in the constructor."
+            )
+
+    @property
+    def l2_norm_clip(self) -> float | None:
+        """C; where it changes, the first one."""
+        return self.mechanism.l2_norm_clip
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """sigma; `None` where a dp_sum_query has it."""
+        return self.mechanism.noise_multiplier
+
+    def plan_run(
+        self, steps: int | None, train_size: int | None, drawn: bool
+    ) -> run_plan.RunPlan:
+        """Returns how the coming steps are to be made, and accounted.
+
+        Args:
+            steps: Their number, where it is known.
+            train_size: N, where it is known.
+            drawn: Whether the library draws the batches.
+        """
+
+        def learning_rates():
+            first = int(self.iterations.numpy())
+            return run_plan.schedule_values(self._learning_rate, first, steps)
+
+        size = self.resolve_batch_size(None)
+        if self._train_size is not None:
+            train_size = train_size or int(self._train_size.numpy())
+        return self.mechanism.plan_run(
+            run_plan.ComingSteps(steps, size, train_size, drawn, learning_rates)
+        )
+
+    def noise_multipliers(self) -> tuple[float, ...]:
+        """Returns the noise multipliers of one step, for the ledger."""
+        state = self.mechanism_state() if self.built else self.mechanism.initial_state()
+        of_one = self.mechanism.noise_multipliers(state, self.expected_batch_size)
+        return of_one * self.query.stages
+
+    def step_state(self, weights, number, released=()) -> StepState:
+        """Returns what the query is given, at these weights and this release.
+
+        Args:
+            weights: Values of the trainable variables.
+            number: int64 scalar, the number of the release.
+            released: What earlier stages of the step have released.
+        """
+        slots = {
+            name: tuple(of[name].value for of in self._state.per_variable)
+            for name in (*self.query.slots, *self.query.reads)
+        }
+        if "last_update" in slots:
+            # d is the change made by the last update. If anything else has assigned
+            # the weights since, there was no such change at these weights.
+            same = tf.equal(
+                digest.weights_digest(weights), self._state.weights_digest.value
+            )
+            slots["last_update"] = tuple(
+                tf.where(same, d, 0.0) for d in slots["last_update"]
+            )
+        train_size = self._train_size
+        if train_size is not None:
+            train_size = tf.cast(train_size.value, tf.float32)
+        return StepState(
+            weights, slots, self.keys.weights, number, train_size, released
+        )
+
+    def restart_run(self) -> None:
+        """Begins a new run of a mechanism that one fit is one run of."""
+        if self.built and self._state.mechanism_is_secret:
+            tf.nest.map_structure(
+                lambda v, first: v.assign(first),
+                self._state.mechanism,
+                self.mechanism.initial_state(),
+            )
+
+    def mechanism_state(self):
+        """Returns the mechanism's state as tensors."""
+        return tf.nest.map_structure(tf.convert_to_tensor, self._state.mechanism)
+
+    def release(self, clipped_sum, stage: int = 0) -> PrivatizedGradient:
+        """Lets the mechanism noise a clipped sum; counts the step first.
+
+        Args:
+            clipped_sum: The `ClippedSum`.
+            stage: Which of the releases of the step it is; the first one counts.
+        """
+        number = tf.identity(self.release_count.value)
+        if stage == 0:
+            with tf.control_dependencies([number]):
+                counted = self.release_count.value.assign_add(1)
+        else:
+            counted, number = number, number - 1
+        # The count comes before the noise and before any weight: a step that is cut
+        # short is a step that counts.
+        checks = self.schedule_checks() if self.mechanism.follows_schedule else []
+        train_size = self._train_size
+        mechanism = self.mechanism.for_step(
+            tf.cast(self.learning_rate, tf.float32),
+            None if train_size is None else tf.cast(train_size.value, tf.float32),
+        )
+        with tf.control_dependencies([counted, *checks]):
+            gradient, new_state = mechanism.release(
+                clipped_sum,
+                self.mechanism_state(),
+                self.keys.noise,
+                number,
+                tf.cast(self.batch_size_variable.value, tf.float32),
+                stage * self._record_parts(),
+            )
+        tf.nest.map_structure(
+            lambda v, new: v.assign(new), self._state.mechanism, new_state
+        )
+        return gradient
+
+    def _record_parts(self) -> int:
+        return len(keras_compat.optimizer_variables_of(self)) * self.query.views
