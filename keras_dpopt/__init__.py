@@ -1,6 +1,6 @@
 """Differentially private training for Keras 3."""
 
-from keras_dpopt import calibration, diagnostics
+from keras_dpopt import calibration, diagnostics, layers
 from keras_dpopt.accounting import epsilon, noise_multiplier
 from keras_dpopt.adaptive_clipping import AdaptiveClipping
 from keras_dpopt.backup import BackupAndRestore
@@ -71,6 +71,7 @@ __all__ = [
     "calibration",
     "diagnostics",
     "epsilon",
+    "layers",
     "make_private",
     "noise_multiplier",
     "posterior_predict",

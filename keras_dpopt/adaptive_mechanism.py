@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dpopt import prng
-from keras_dpopt.adaptive_clipping import AdaptiveClipping, gradient_noise_multiplier
+from keras_dpopt.adaptive_clipping import gradient_noise_multiplier
 from keras_dpopt.gaussian_mechanism import GaussianMechanism, add_noise
 from keras_dpopt.types import ClippedSum, PrivatizedGradient
 
@@ -33,17 +33,6 @@ class AdaptiveMechanism(GaussianMechanism):
         noise s_b, where z^-2 = z_D^-2 + (2 s_b)^-2. The noise is of the C that the
         records were clipped with; the new C is a function of the released count.
     """
-
-    def __init__(
-        self,
-        l2_norm_clip: float,
-        noise_multiplier: float,
-        style: AdaptiveClipping,
-        rescale_to_unit_norm: bool = False,
-    ):
-        super().__init__(l2_norm_clip, noise_multiplier, style, rescale_to_unit_norm)
-        # z_D*C/B follows C, and z_D/B does not.
-        self.constant_noise = self.rescale_to_unit_norm
 
     def initial_state(self):
         """Returns the state before the first release: the first C."""
@@ -89,8 +78,8 @@ class AdaptiveMechanism(GaussianMechanism):
     ) -> tuple[PrivatizedGradient, Any]:
         """Releases gradient and count, and moves C; see `GaussianMechanism.release`.
 
-        The noise of the count is that of stream 2^20 - 1 - first_stream: counted from
-        the other end, so that no tensor of this step has it.
+        The noise of the count is that of the last stream less first_stream: counted
+        from the other end, so that no tensor of this step has it.
 
         Raises:
             ValueError: if the sum does not carry the C of its own step, or the streams

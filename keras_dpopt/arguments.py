@@ -153,15 +153,6 @@ def check_flag(name: str, value: Any) -> bool:
     return value
 
 
-def check_count(name: str, value: Any) -> int:
-    """Returns a whole number that is at least 0, or raises."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"`{name}` must be a whole number, not {value!r}. Pass an int.")
-    if value.__index__() < 0:
-        raise ValueError(f"`{name}` must be at least 0, not {value}. Pass a count.")
-    return value.__index__()
-
-
 def check_fraction(
     name: str, value: Any, above_zero: bool = False, below_one: bool = False
 ) -> float:

@@ -3,7 +3,7 @@
 The guarantee needs norm(clipped record) <= C in exact arithmetic, whatever the record
 holds, because the noise is sized by C. So a record is scaled by an upper bound of its
 norm and never by the computed value, and everything that may be wrong by rounding is
-rounded to the safe side (DESIGN, rule 3).
+rounded to the safe side.
 
 Clipping is three steps: `norm_upper_bound` measures the record, a function of the norm
 gives the factor (`abadi_factor`, `automatic_factor`), and `apply_factor` scales by it.

@@ -39,7 +39,6 @@ class CorrelatedMechanism(GaussianMechanism):
         horizon that the run was planned for fails.
     """
 
-    constant_noise = False
     state_is_secret = True
     is_correlated = True
 
@@ -91,13 +90,13 @@ class CorrelatedMechanism(GaussianMechanism):
             row_norms: Standard deviation of w_t for each step t.
         """
         # Float32 may round the sensitivity down.
-        scale = np.float32(scale * (1 + 1e-6))
+        rounded = np.float32(scale * (1 + 1e-6))
         row_norms = np.asarray(row_norms, np.float32)
         self._parameters.assign(parameters)
-        self._scale.assign(scale)
+        self._scale.assign(rounded)
         self._row_norms.assign(row_norms)
         self._horizon.assign(steps)
-        plan = (np.int64(steps), np.asarray(parameters), scale, row_norms)
+        plan = (np.int64(steps), np.asarray(parameters), rounded, row_norms)
         content = b"".join(part.tobytes() for part in plan)
         plan_digest = hashlib.blake2b(content, digest_size=8).digest()
         self._plan.assign(int.from_bytes(plan_digest, "big", signed=True))

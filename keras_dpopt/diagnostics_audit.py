@@ -1,6 +1,6 @@
 """Audit of what a temporal filter does to the noise, by two runs. Not private.
 
-papers/002 of the reference, section 5.3 and appendix E.4.
+The paper of `FiBeR`, section 5.3 and appendix E.4.
 """
 
 import contextlib

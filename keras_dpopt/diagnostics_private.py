@@ -65,7 +65,7 @@ class ClampMass(OptimizerDiagnostic):
         clamp_fraction = (1/d) * sum_i 1[v_bar_i = floor],
         v_bar          = max(v_hat - noise, floor)
 
-    (FiBeR, papers/002 of the reference, appendix E.6), for optimizers that subtract the
+    (the paper of `FiBeR`, appendix E.6), for optimizers that subtract the
     noise: `FiBeR`, `DPAdamBC`, `DPAdamWBC`, `DiSK` and `DOPPLER` with a
     `noise_correction`. Near 0 the floor does nothing; near 1 the optimizer has become
     momentum with one step size for all coordinates.
@@ -225,11 +225,13 @@ def noise_stddev(optimizer: DPOptimizer) -> float:
 def check_known_noise(optimizer: DPOptimizer) -> None:
     """Raises unless the noise is independent, Gaussian and of known size."""
     mechanism = optimizer.mechanism
-    if not isinstance(mechanism, GaussianMechanism) or mechanism.is_correlated:
+    known = isinstance(mechanism, GaussianMechanism)
+    if not known or mechanism.is_correlated or mechanism.follows_schedule:
         raise ValueError(
-            f"The noise of {type(optimizer).__name__} is correlated or a foreign "
-            "query's, and its variance after a filter is not known. Use an optimizer "
-            "with independent noise, and l2_norm_clip and noise_multiplier."
+            f"The noise of {type(optimizer).__name__} is correlated, follows a "
+            "schedule or is a foreign query's, and its variance is not known here. Use "
+            "an optimizer with independent noise, and l2_norm_clip and "
+            "noise_multiplier."
         )
 
 

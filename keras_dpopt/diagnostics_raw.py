@@ -59,7 +59,7 @@ def gradient_bias(
 
         Bias = E[g_priv] - g = (1/n) * sum_i (clip(g_i, C) - g_i)
 
-    (Knolle et al., "Bias-Aware Minimisation", papers/003 of the reference, Fig. 2): the
+    (Knolle et al., "Bias-Aware Minimisation", Fig. 2): the
     noise has mean zero, so that the clip alone is to blame. g_i is the gradient at the
     weights as they are, also for an optimizer whose record is another (FiBeR, BAM): the
     number can be compared between optimizers.

@@ -220,7 +220,7 @@ class DPOptimizer(
                 self, self._state, variables, grads, regularization, step_state
             )
             keras_compat.update_moving_average(self, self.ema_warmup)
-            self._iterations.assign_add(1)
+            self.iterations.assign_add(1)
 
     def update_step(self, gradient, variable, learning_rate):
         """Refuses: the parts make the update, from a privatized gradient."""

@@ -53,9 +53,36 @@ def of_run(model: Any) -> str | None:
         "devices": [device.name for device in tf.config.list_logical_devices()],
         "floatx": keras.config.floatx(),
     }
+    return _digest(known, source.rows)
+
+
+def of_schedule(model: Any) -> str:
+    """Returns a digest of what all steps of a run of correlated noise have in common.
+
+    Its sensitivity is that of one order of the records and of one strategy. So a run
+    does not go on with other data, or after another plan, whether or not a step would
+    be made twice.
+
+    Args:
+        model: A private model in `fit`.
+
+    Returns:
+        A hexadecimal digest; empty where the noise of a step is its own.
+    """
+    source, mechanism = model.fit_run.source, model.optimizer.mechanism
+    if not mechanism.is_correlated:
+        return ""
+    known = {
+        "phase": dataclasses.asdict(source.phase) | {"seeded": None},
+        "plan": mechanism.plan_digest(),
+    }
+    return _digest(known, source.rows)
+
+
+def _digest(known: dict[str, Any], rows: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(known, sort_keys=True, default=str).encode())
-    for leaf in tf.nest.flatten(source.rows.values):
+    for leaf in tf.nest.flatten(rows.values, expand_composites=True):
         array = np.ascontiguousarray(leaf)
         digest.update(repr((array.shape, array.dtype)).encode())
         is_text = array.dtype.kind in "OSU"

@@ -37,7 +37,7 @@ def check_ready(model: Any, compiled_optimizer: Any) -> None:
 def check_training_metric_callbacks(
     callbacks: Any, acknowledged: bool, x: Any = None, validation_data: Any = None
 ) -> list[str]:
-    """Refuses callbacks that decide on raw training data (DESIGN rule 14).
+    """Refuses callbacks that decide on raw training data.
 
     Args:
         callbacks: As given to `fit`.
@@ -142,7 +142,7 @@ def check_assumptions(
     once_per_epoch: bool,
     steps_per_epoch: int | None,
 ) -> None:
-    """Checks what the caller of `fit` says of a data set (DESIGN rule 13)."""
+    """Checks what the caller of `fit` says of a data set."""
     if assume not in (None, "poisson"):
         raise ValueError(
             f"assume={assume!r} is unknown. Use assume='poisson', or leave it out."

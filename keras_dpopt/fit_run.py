@@ -29,6 +29,7 @@ class FitRun(keras.callbacks.Callback):
         """Tells the data set at which release the epoch begins."""
         del epoch, logs
         model: Any = self.model
+        model.privacy_ledger.check_run()
         if self._is_first_epoch:
             model.privacy_ledger.limit_steps()
             self._is_first_epoch = False
@@ -47,6 +48,7 @@ class FitRun(keras.callbacks.Callback):
         """Follows the count, for an iterator made within an epoch; stops at the cap."""
         del batch, logs
         model: Any = self.model
+        model.privacy_ledger.check_run()
         self.source.start.assign(model.optimizer.releases())
         if model.optimizer.at_limit():
             model.stop_training = True
@@ -59,6 +61,7 @@ class FitRun(keras.callbacks.Callback):
         """
         del epoch, logs
         model: Any = self.model
+        model.privacy_ledger.check_run()
         model.privacy_ledger.begin_epoch()
         if model.optimizer.at_limit():
             model.stop_training = True

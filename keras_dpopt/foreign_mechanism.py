@@ -29,8 +29,6 @@ class ForeignMechanism:
     """
 
     supports_jit = False
-    # The query may change its noise at any step, and does not say whether it will.
-    constant_noise = False
     state_is_secret = False
     is_correlated = False
     follows_schedule = False

@@ -1,6 +1,6 @@
 """The Gaussian mechanism: a clipped sum goes in, a privatized gradient comes out.
 
-    g_t = (1/B) * (sum_i clip(u_i, C) + sigma*C*z_t),    z_t ~ N(0, I)        (SPEC 0.1)
+    g_t = (1/B) * (sum_i clip(u_i, C) + sigma*C*z_t),    z_t ~ N(0, I)
 
 The noise is added once per logical batch, to the sum, and the sum is divided by the
 constant expected batch size B, never by the number of records that came.
@@ -132,12 +132,11 @@ class GaussianMechanism:
             for no other learning rate. It needs a finite C.
 
     Raises:
-        ValueError: if an argument is out of its range.
+        ValueError: if an argument is missing or out of its range.
 
     Attributes:
         l2_norm_clip: C; where it changes, the first one.
         noise_multiplier: sigma; of all that one step releases together.
-        constant_noise: Whether `noise_stddev` is the same at every release.
         state_is_secret: Whether the state would give the noise away.
         is_correlated: Whether the noise depends on that of other steps.
         follows_schedule: Whether the noise follows the learning rate, so that the steps
@@ -149,7 +148,6 @@ class GaussianMechanism:
     """
 
     supports_jit = True
-    constant_noise = True
     state_is_secret = False
     is_correlated = False
     follows_schedule = False
@@ -157,18 +155,26 @@ class GaussianMechanism:
 
     def __init__(
         self,
-        l2_norm_clip: float,
-        noise_multiplier: float,
+        l2_norm_clip: float | None,
+        noise_multiplier: float | None,
         style: ClippingStyle | None = None,
         rescale_to_unit_norm: bool = False,
     ):
+        if l2_norm_clip is None or noise_multiplier is None:
+            raise ValueError(
+                "l2_norm_clip and noise_multiplier are both needed: without them the "
+                "gradient is not private. `keras_dpopt.noise_multiplier(...)` "
+                "calibrates the second to a target epsilon."
+            )
         self.noise_multiplier = validation.check_non_negative(
             "noise_multiplier", noise_multiplier
         )
         self.l2_norm_clip = arguments.check_clip(l2_norm_clip, self.noise_multiplier)
         self.style: Any = FlatClipping() if style is None else style
         self.style.check(self.l2_norm_clip, self.noise_multiplier)
-        self.rescale_to_unit_norm = bool(rescale_to_unit_norm)
+        self.rescale_to_unit_norm = arguments.check_flag(
+            "rescale_to_unit_norm", rescale_to_unit_norm
+        )
         if self.rescale_to_unit_norm and not math.isfinite(self.l2_norm_clip):
             raise ValueError(
                 "rescale_to_unit_norm=True divides by l2_norm_clip, which is infinite. "

@@ -35,7 +35,6 @@ class LangevinMechanism(GaussianMechanism):
         the first step: learning rates are a schedule.
     """
 
-    constant_noise = False
     follows_schedule = True
 
     def __init__(

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import dp_accounting
 
-from keras_dpopt import accounting, ledger_text
+from keras_dpopt import accounting, ledger_text, validation
 from keras_dpopt.budget import Budget, smallest_by_key
-from keras_dpopt.phase import ASSUMPTIONS, Phase, check_count, relation_of, releases_of
+from keras_dpopt.phase import ASSUMPTIONS, Phase, relation_of, releases_of
 
 __all__ = ["ASSUMPTIONS", "Budget", "Ledger", "Phase"]
 
@@ -148,7 +148,7 @@ class Ledger:
         if not self._phases:
             raise RuntimeError("No phase is open. Call `begin` first.")
         phase = self._phases[-1]
-        steps = check_count("steps", steps)
+        steps = validation.check_count("steps", steps)
         if steps < phase.steps:
             raise ValueError(
                 f"A ledger cannot forget: {phase.steps} steps were released, and "

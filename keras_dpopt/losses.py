@@ -233,7 +233,7 @@ def _row(y_pred: Any, index: int, copies: int) -> Any:
 
 
 def single_loss(loss, y_true, y_pred, sample_weight):
-    """Reduces one loss over the elements of one record (DESIGN rule 4).
+    """Reduces one loss over the elements of one record, l_i of the module.
 
     Args:
         loss: A `keras.losses.Loss`.

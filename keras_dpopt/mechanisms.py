@@ -107,12 +107,6 @@ def make(
                 "rescale_to_unit_norm, or leave out dp_sum_query."
             )
         return ForeignMechanism(dp_sum_query)
-    if l2_norm_clip is None or noise_multiplier is None:
-        raise ValueError(
-            "l2_norm_clip and noise_multiplier are both needed: without them the "
-            "gradient is not private. `keras_dpopt.noise_multiplier(...)` calibrates "
-            "the second to a target epsilon."
-        )
     if isinstance(style, AdaptiveClipping):
         return AdaptiveMechanism(
             l2_norm_clip, noise_multiplier, style, rescale_to_unit_norm

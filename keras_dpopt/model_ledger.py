@@ -40,6 +40,7 @@ class ModelLedger(LedgerSaving):
         self._model = weakref.ref(model)
         self._optimizer: Any = None
         self._first_release = 0
+        self._is_broken = False
         self._steps_before = 0
         self._watch: Any = None
         self._frozen: list[str] = []
@@ -125,6 +126,7 @@ class ModelLedger(LedgerSaving):
 
     def _open(self, optimizer: Any, repeated: int = 0, is_new_run: bool = True) -> None:
         self._optimizer = optimizer
+        self._is_broken = False
         optimizer.follow_schedule()
         if is_new_run:
             optimizer.restart_run()
@@ -211,6 +213,7 @@ class ModelLedger(LedgerSaving):
 
     def _set_limit(self) -> int:
         left = self.sync().steps_left() + self.steps_to_repeat()
+        left = 0 if self._is_broken else left
         self._optimizer.limit_releases(left)
         return left
 
@@ -306,7 +309,7 @@ class ModelLedger(LedgerSaving):
             # Loaded by a callback: the phase goes on from here.
             self._steps_before = self.ledger.phases[-1].steps
             self._first_release = self._optimizer.releases_made()
-            if self.ledger.budgets:
+            if self.ledger.budgets or self._is_broken:
                 self._set_limit()
 
     def note_missing(self) -> None:
@@ -318,12 +321,23 @@ class ModelLedger(LedgerSaving):
         )
         self._tag([None] * len(self._weights()))
 
-    def _fork(self) -> None:
-        if self._optimizer is not None and self.ledger.phases[-1].is_one_run:
+    def check_run(self) -> None:
+        """Raises if the run that is on cannot go on.
+
+        Raises:
+            RuntimeError: if weights were loaded within it; no step was made since.
+        """
+        if self._is_broken:
             raise RuntimeError(
                 "Weights were loaded within a run whose noise is planned as a whole, "
                 "which cannot go on under other keys. Load them between two fits."
             )
+
+    def _fork(self) -> None:
+        # Keras makes a warning of what is raised while it loads: `check_run` raises.
+        if self._optimizer is not None and self.ledger.phases[-1].is_one_run:
+            self._is_broken = True
+            self._optimizer.limit_releases(0)
         self._count()
         keys = getattr(getattr(self._model(), "optimizer", None), "keys", None)
         if keys is not None:

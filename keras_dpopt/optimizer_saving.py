@@ -20,7 +20,7 @@ class OptimizerSaving(MixIn):
     def named_variables(self) -> dict[str, Any]:
         """Returns all that is saved, by names that do not depend on layer names."""
         named = {
-            "iterations": self._iterations,
+            "iterations": self.iterations,
             "expected_batch_size": self.batch_size_variable,
         }
         if self._train_size is not None:

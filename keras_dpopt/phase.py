@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 import uuid
 from collections.abc import Iterable
 from typing import Any
@@ -128,7 +127,7 @@ class Phase:
             )
         self._check_runs()
         for name in ("steps", "epochs_begun"):
-            set_field(self, name, check_count(name, getattr(self, name)))
+            set_field(self, name, validation.check_count(name, getattr(self, name)))
         if self.steps and not self.epochs_begun:
             raise ValueError(
                 f"A phase cannot have {self.steps} steps in 0 epochs, for each step is "
@@ -307,20 +306,6 @@ def releases_of(
 ) -> list[accounting.Release]:
     """Returns what was released in all these phases; see `Phase.releases`."""
     return [r for p in phases if p.steps for r in p.releases(relation, assumption)]
-
-
-def check_count(name: str, value: Any) -> int:
-    """Returns `value` as an int, or raises when it is not a whole number, 0 or more.
-
-    Raises:
-        TypeError: `value` is no integer; bool is none either.
-        ValueError: `value` is below 0.
-    """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"`{name}` must be a whole number, not {value!r}. Pass an int.")
-    if (number := operator.index(value)) < 0:
-        raise ValueError(f"`{name}` must be at least 0, not {number}. Pass a count.")
-    return number
 
 
 def check_texts(name: str, values: Iterable[Any]) -> tuple[str, ...]:

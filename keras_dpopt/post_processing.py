@@ -42,18 +42,13 @@ def update(
     learning_rate = ops.cast(optimizer.learning_rate, "float32")
     shared, rule_scalars = rule.begin(
         _chosen(scalars, rule.scalars),
-        StepScalars(
-            step,
-            learning_rate,
-            variance,
-            step_state.train_size,
-            ops.cast(optimizer.batch_size_variable.value, "float32"),
-        ),
+        StepScalars(step, variance, step_state.train_size),
     )
     new_weights = []
     for i, (variable, slots) in enumerate(
         zip(variables, state.per_variable, strict=True)
     ):
+        # The record's views come one after the other, each in the variables' order.
         raw, *views = gradient.values[i :: len(variables)]
         if regularization is not None and regularization[i] is not None:
             raw = raw + regularization[i]

@@ -32,14 +32,13 @@ class IVON:
     at least p/2 whatever x is: it stays positive in float32 too.
 
     Attributes:
-        ess: Effective sample size; `None` takes N.
-        hess_init: h before the first step, above -delta.
+        ess: Effective sample size, positive; `None` takes N.
+        hess_init: h before the first step, positive.
         weight_decay: delta, positive.
         beta_1: b1 in [0, 1).
         beta_2: b2 in [0, 1].
         hessian: "gradsq" or "price".
         curvature_scale: Positive; `None` takes `ess`.
-        samples: S, of "price".
         clip_radius: xi, positive; may be infinite.
         rescale_lr: Whether the learning rate is multiplied by hess_init + delta.
     """
@@ -51,13 +50,14 @@ class IVON:
     beta_2: float
     hessian: str = "gradsq"
     curvature_scale: float | None = None
-    samples: int = 1
     clip_radius: float = math.inf
     rescale_lr: bool = True
 
     scalars: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self):
+        if self.ess is not None:
+            validation.check_positive("ess", self.ess)
         validation.check_positive("hess_init", self.hess_init)
         validation.check_positive("weight_decay", self.weight_decay)
         arguments.check_fraction("beta_1", self.beta_1, below_one=True)

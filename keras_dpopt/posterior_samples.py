@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_dpopt import arguments, validation
+from keras_dpopt import validation
 from keras_dpopt.training import PrivateTraining
 
 
@@ -48,7 +48,7 @@ class PosteriorSamples(keras.callbacks.Callback):
 
     def __init__(self, burn_in: int = 0, thinning: int = 1, max_samples: int = 32):
         super().__init__()
-        self.burn_in = arguments.check_count("burn_in", burn_in)
+        self.burn_in = validation.check_count("burn_in", burn_in)
         self.thinning = validation.check_positive_integer("thinning", thinning)
         self.max_samples = validation.check_positive_integer("max_samples", max_samples)
         self.weights: list[list[np.ndarray]] = []

@@ -62,7 +62,8 @@ class PrivateStep:
         last, released = optimizer.query.stages - 1, ()
         for stage in range(last + 1):
             state = optimizer.step_state(weights, number, released)
-            total = self._sum_of_microbatches(batch, due, state, penalty, stage)
+            points = self._points(state)
+            total = self._sum_of_microbatches(batch, due, points, penalty, stage)
             if stage < last:
                 released += (self._released(due, total, stage),)
 
@@ -73,6 +74,23 @@ class PrivateStep:
             return tf.constant(True)
 
         tf.cond(due, update, lambda: tf.constant(False))
+
+    def _points(self, state: StepState) -> tuple:
+        """What the function of one microbatch gets to know its points from.
+
+        The points themselves, computed once for all microbatches. Under XLA the state
+        that they are made of, so that what is compiled is the whole computation, the
+        sampling of weights included.
+        """
+        if self._jit_compile:
+            return state.tensors()
+        points = self._optimizer.query.points(state)
+        return tuple((p.coefficient, p.weights, p.scales) for p in points)
+
+    def _read_points(self, given: tuple) -> tuple[Point, ...]:
+        if self._jit_compile:
+            return self._optimizer.query.points(StepState(*given))
+        return tuple(Point(*parts) for parts in given)
 
     def _clipped(self, total) -> ClippedSum:
         mechanism = self._optimizer.mechanism
@@ -119,8 +137,8 @@ class PrivateStep:
         seeds = self._seeds(zero, tf.range(2))
         released: tuple = ()
         for _ in range(optimizer.query.stages):
-            state = optimizer.step_state(weights, zero, released)
-            self._microbatch_sum(engine, state, rows, seeds, tf.constant(2), False)
+            points = self._points(optimizer.step_state(weights, zero, released))
+            self._microbatch_sum(engine, points, rows, seeds, tf.constant(2), False)
             specs = optimizer.query.record_specs(weights)
             released += (tuple(tf.zeros(s.shape, tf.float32) for s in specs),)
 
@@ -136,7 +154,7 @@ class PrivateStep:
         with tf.control_dependencies([check] if check is not None else []):
             return tf.equal(step, number) & allowed & tf.logical_not(applied)
 
-    def _sum_of_microbatches(self, batch, due, state, penalty, stage):
+    def _sum_of_microbatches(self, batch, due, points, penalty, stage):
         rows, count, step = batch["rows"], batch["count"], batch["step"]
         flat = tf.nest.flatten(rows)
         size = flat[0].shape[1]
@@ -146,7 +164,7 @@ class PrivateStep:
         zero = mechanism.zero_sum(
             [
                 tf.zeros(spec.shape, tf.float32)
-                for spec in self._optimizer.query.record_specs(state.weights)
+                for spec in self._optimizer.query.record_specs(self._trainable)
             ]
         )
 
@@ -155,7 +173,7 @@ class PrivateStep:
             seeds = self._seeds(step, j * size + tf.range(size))
             part_count = tf.minimum(count - j * size, size)
             part, outputs = self._microbatch_sum(
-                self.engine, state, part_rows, seeds, part_count, self._run_eagerly
+                self.engine, points, part_rows, seeds, part_count, self._run_eagerly
             )
             if stage == 0:
                 self._report(part_rows, outputs, part_count, penalty)
@@ -166,7 +184,7 @@ class PrivateStep:
         )
         return total
 
-    def _microbatch_sum(self, engine, state, rows, seeds, count, run_eagerly):
+    def _microbatch_sum(self, engine, points, rows, seeds, count, run_eagerly):
         """The sum of clipped records of one microbatch, in a function of its own.
 
         It gets every value as an argument, so XLA can compile it, and a function of its
@@ -179,23 +197,12 @@ class PrivateStep:
             self._seed_states,
             self._optimizer.augmentation_multiplicity,
         )
-        # XLA gets the sampling of weights too; without it, the points of all
-        # microbatches are computed once.
-        points = None if self._jit_compile else query.points(state)
-        coefficients = [point.coefficient for point in points or ()]
 
         def run(given, other, params, rows, seeds, count):
-            if points is None:
-                problem_points = query.points(StepState(*given))
-            else:
-                problem_points = tuple(
-                    Point(c, *parts)
-                    for c, parts in zip(coefficients, given, strict=True)
-                )
             problem = GradientProblem(
                 evaluate=lambda w, s, record: record_loss(w, other, s, record),
                 preprocess=functools.partial(mechanism.preprocess_record, params),
-                points=problem_points,
+                points=self._read_points(given),
                 query=query,
                 loss_scale=self._loss_scale(),
                 names=tuple(v.path for v in self._trainable),
@@ -203,9 +210,7 @@ class PrivateStep:
             return engine.clipped_sum(problem, rows, seeds, count)
 
         arguments = (
-            state.tensors()
-            if points is None
-            else [(point.weights, point.scales) for point in points],
+            points,
             self._values(self._other),
             mechanism.sample_params(self._optimizer.mechanism_state()),
             rows,

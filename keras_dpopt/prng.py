@@ -4,12 +4,11 @@ Every random number of private training is drawn here: the privacy noise, the
 sampler's draw and the seeds of random layers. Nothing keeps a generator state, so
 a draw does not depend on how many draws came before it, on the replica that makes
 it, on the microbatch size, or on XLA; and a resumed run repeats exactly the draws
-of the run that it replays (DESIGN, rules 2 and 9).
+of the run that it replays.
 
 The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy
 as 1, 2, 3", SC 2011), by TensorFlow's stateless op. Whoever knows a key can
-recompute the draws, and membership can be read off from them: keys are secrets
-(DESIGN, rule 8).
+recompute the draws, and membership can be read off from them: keys are secrets.
 """
 
 import hashlib
@@ -215,7 +214,7 @@ def per_record_seeds(
     64-bit words, so two positions of one step never get the same seed.
 
     The seed depends on the record's absolute position alone, so it is the same
-    however the logical batch is cut into microbatches (DESIGN, rule 10).
+    however the logical batch is cut into microbatches.
 
     Args:
         key: The layer key, 64-bit integer or scalar int64 tensor.

@@ -73,7 +73,7 @@ class StepState:
         return tuple(self.draw(j, i) for i in range(len(self.weights)))
 
     def tensors(self) -> tuple:
-        """Returns the arguments of the constructor that are tensors."""
+        """Returns the arguments of the constructor, to be passed into a function."""
         return (
             self.weights,
             self.slots,
@@ -91,7 +91,8 @@ class GradientQuery:
     Attributes:
         slots: Slots that the optimizer keeps for the query: "last_update", the change
             that the last update made (zero before the first, and after anything else
-            has assigned the weights), and "last_gradient", the last privatized one.
+            has assigned the weights), and "last_gradient", the last privatized one
+            (weight regularizers included).
         reads: Slots of the update rule that it looks at.
         uses_train_size: Whether it needs N.
         stages: Releases in one step, each on the records of the same batch.

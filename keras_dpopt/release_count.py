@@ -18,6 +18,7 @@ class _Counters:
     count: Any
     limit: Any
     ahead: Any
+    key: Any
     skipped: int = 0
 
 
@@ -33,6 +34,7 @@ class ReleaseCount(MixIn):
             _variable("release_count", 0),
             _variable("step_limit", NO_LIMIT),
             _variable("releases_ahead", 0),
+            _variable("planned_key", 0),
         )
 
     @property
@@ -67,11 +69,13 @@ class ReleaseCount(MixIn):
         self.step_limit.assign(min(self.releases() + left, NO_LIMIT))
 
     def follow_schedule(self) -> None:
-        """Remembers how far the releases are ahead of the updates.
+        """Remembers how far the releases are ahead of the updates, and the noise key.
 
         Where the noise follows the learning rate, and so the number of the update, this
-        ties the order of the steps to the plan that is accounted.
+        ties the order of the steps to the plan that is accounted. Loading moves both
+        counts, and draws another key.
         """
+        self._counters.key.assign(self.keys.noise)
         self._counters.ahead.assign(self.releases() - int(self.iterations.numpy()))
 
     def schedule_checks(self) -> list:
@@ -84,7 +88,13 @@ class ReleaseCount(MixIn):
                 self._counters.ahead.value + 1,
                 "The number of updates was changed within a fit, and the noise would "
                 "not be that which the ledger accounts.",
-            )
+            ),
+            tf.debugging.assert_equal(
+                self.keys.noise,
+                self._counters.key.value,
+                "An optimizer's state was loaded within a fit whose noise follows a "
+                "schedule. Load it between two fits.",
+            ),
         ]
 
     def at_limit(self) -> bool:

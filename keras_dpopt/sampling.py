@@ -5,8 +5,8 @@ of a step does not depend on prefetching, on the epoch, or on what was drawn bef
 and a resumed run repeats the draws that it replays. The mechanism is accounted for
 the sampler that it names by `kind`.
 
-Both samplers run eagerly and in graphs (tf.data map functions); the number of rows
-that PoissonSampler returns is only known at run time, which XLA does not allow.
+All samplers run eagerly and in graphs (tf.data map functions); the number of rows of
+a Poisson sample is only known at run time, which XLA does not allow.
 """
 
 import dataclasses
@@ -173,6 +173,9 @@ class BandedPoissonSampler:
 
     kind: ClassVar[str] = "banded"
 
+    def __post_init__(self):
+        validation.check_positive_integer("bands", self.bands)
+
     def indices(
         self, key: prng.IntLike, step: prng.IntLike, train_size: int, batch_size: int
     ) -> tf.Tensor:
@@ -184,9 +187,8 @@ class BandedPoissonSampler:
                 f"A batch of {batch_size} is larger than a group of {size} records, of "
                 f"which there are {self.bands}. Pass fewer bands or a smaller batch."
             )
-        group = _shuffled(key, train_size)[tf.cast(step, tf.int64) % self.bands : :][
-            :: self.bands
-        ]
+        turn = tf.cast(step, tf.int64) % self.bands
+        group = _shuffled(key, train_size)[turn :: self.bands]
         if batch_size == size:
             return tf.sort(group)
         threshold = tf.constant((batch_size << 32) // size, tf.uint32)

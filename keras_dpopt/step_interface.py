@@ -93,7 +93,9 @@ class StepInterface(MixIn):
             released: What earlier stages of the step have released.
         """
         slots = {
-            name: tuple(of[name].value for of in self._state.per_variable)
+            name: tuple(
+                tf.convert_to_tensor(of[name].value) for of in self._state.per_variable
+            )
             for name in (*self.query.slots, *self.query.reads)
         }
         if "last_update" in slots:

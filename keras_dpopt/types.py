@@ -38,8 +38,8 @@ class PrivatizedGradient:
     Attributes:
         values: Tuple of float32 tensors in the order of the record.
         noise_stddev: Scalar, the standard deviation of the noise in each coordinate of
-            `values` (on the mean, not on the sum) at this very step: sigma*C/B of
-            SPEC (0.1). `None` where a foreign query does not tell it.
+            `values` (on the mean, not on the sum) at this very step: sigma*C/B.
+            `None` where a foreign query does not tell it.
         is_correlated: Whether the noise depends on that of other steps.
     """
 
@@ -65,7 +65,7 @@ class RuleInput:
 
     Attributes:
         filtered: The filtered gradient.
-        raw: The filter's input, for rules whose second moment is of the raw gradient.
+        raw: The filter's input: the privatized gradient, weight regularizers included.
         views: The further views of the record (see `queries.Point`), unfiltered.
         weight: The variable's value.
         draws: Function from j to the j-th standard normal draw of this step for this
@@ -85,18 +85,14 @@ class StepScalars:
 
     Attributes:
         step: k = t + 1, the number of this update.
-        learning_rate: float32 scalar.
         noise_variance: Of the noise in the gradient that the rule gets, as its
             correction wants it.
         train_size: float32 scalar N, or `None` where no part has asked for it.
-        batch_size: float32 scalar B.
     """
 
     step: Any
-    learning_rate: Any = None
     noise_variance: Any = None
     train_size: Any = None
-    batch_size: Any = None
 
 
 class UnsupportedModelError(ValueError):

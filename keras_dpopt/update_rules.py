@@ -34,6 +34,7 @@ class SGD:
 
     def __post_init__(self):
         arguments.check_fraction("momentum", self.momentum, below_one=True)
+        arguments.check_flag("nesterov", self.nesterov)
 
     @property
     def slots(self) -> dict[str, float]:
@@ -73,8 +74,8 @@ class Adam:
         beta_1: b1 in [0, 1).
         beta_2: b2 in [0, 1).
         epsilon: Added to the root, non-negative.
-        variance_floor: Inside the root, non-negative; `None` leaves v_hat alone (n_hat
-            is then not tracked).
+        variance_floor: Inside the root, non-negative, and positive where epsilon is 0;
+            `None` leaves v_hat alone (n_hat is then not tracked).
         correction_start: Number of first steps in which n_hat is not subtracted.
         second_moment: "filtered" or "raw": v is of the gradient after or before the
             temporal filter.
@@ -98,8 +99,11 @@ class Adam:
         validation.check_non_negative("epsilon", self.epsilon)
         if self.variance_floor is not None:
             validation.check_non_negative("variance_floor", self.variance_floor)
-        arguments.check_count("correction_start", self.correction_start)
+            if self.epsilon == 0:  # the step would be divided by zero at the floor
+                validation.check_positive("variance_floor", self.variance_floor)
+        validation.check_count("correction_start", self.correction_start)
         arguments.check_choice("second_moment", self.second_moment, ("filtered", "raw"))
+        arguments.check_flag("bias_correction", self.bias_correction)
 
     @property
     def scalars(self) -> dict[str, Any]:
@@ -108,7 +112,6 @@ class Adam:
 
     def begin(self, scalars, given: StepScalars):
         """Returns the bias corrections and n_hat, and the scalar slots."""
-        # Powers of Python floats: ops.cast(0.999, "float64") would round to float32.
         k = ops.cast(given.step, "float32")
         shared: dict[str, Any] = {"debias_1": 1.0, "debias_2": 1.0}
         if self.bias_correction:
@@ -162,6 +165,7 @@ class RMSprop:
     def __post_init__(self):
         arguments.check_fraction("rho", self.rho, below_one=True)
         validation.check_non_negative("epsilon", self.epsilon)
+        arguments.check_flag("epsilon_inside_root", self.epsilon_inside_root)
 
     def begin(self, scalars, given: StepScalars):
         """Returns what all variables share (nothing), and the scalar slots."""
@@ -211,6 +215,7 @@ def make_base(
         ValueError: if an argument is out of range, or SGD is to be corrected.
     """
     arguments.check_choice("base", name, ("sgd", "adam", "adamw"))
+    # Both, so that every argument is checked whatever the base.
     sgd = SGD(momentum)
     adam = Adam(beta_1, beta_2, epsilon, variance_floor, second_moment=second_moment)
     if name == "sgd":
@@ -228,7 +233,10 @@ def make_base(
 
 
 def one_minus_power(beta: float, k):
-    """1 - beta^k to float32 rounding: expm1 keeps the digits that 1 - x loses."""
+    """1 - beta^k to float32 rounding: expm1 keeps the digits that 1 - x loses.
+
+    beta is a Python float, because `ops.cast(0.999, "float64")` rounds it to float32.
+    """
     if beta == 0.0:
         return ops.ones_like(k)
     return -ops.expm1(k * math.log(beta))

@@ -7,6 +7,7 @@ TypeError with one sentence for the cause and one for the remedy.
 import math
 import operator
 import warnings
+from typing import Any
 
 
 def check_positive_integer(name: str, value: object) -> int:
@@ -35,6 +36,20 @@ def check_positive_integer(name: str, value: object) -> int:
         raise ValueError(
             f"`{name}` must be at least 1, not {number}. Pass a positive int."
         )
+    return number
+
+
+def check_count(name: str, value: Any) -> int:
+    """Returns `value` as an int, or raises when it is not a whole number, 0 or more.
+
+    Raises:
+        TypeError: `value` is no integer; bool is none either.
+        ValueError: `value` is below 0.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"`{name}` must be a whole number, not {value!r}. Pass an int.")
+    if (number := operator.index(value)) < 0:
+        raise ValueError(f"`{name}` must be at least 0, not {number}. Pass a count.")
     return number
 
 

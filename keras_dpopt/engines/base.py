@@ -91,20 +91,17 @@ class RecordGradient:
         scaled = self._scaled(weights, report)
         return [g / self._problem.loss_scale for g in scaled]
 
-    def with_hessian_product(
-        self, weights, direction: Callable, report: bool = True
-    ) -> tuple[list, list]:
-        """Returns the gradients g, and the Hessian times `direction(g)`.
+    def with_hessian_product(self, weights, direction: Callable) -> tuple[list, list]:
+        """Returns the gradients g, and the Hessian times `direction(g)`; reports.
 
         Args:
             weights: As in `__call__`.
             direction: From g to a constant vector, in the same structure.
-            report: As in `__call__`.
         """
         scale = self._problem.loss_scale
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(weights)
-            scaled = self._scaled(weights, report)
+            scaled = self._scaled(weights, report=True)
             gradient = [g / scale for g in scaled]
             along = [tf.stop_gradient(d) for d in direction(gradient)]
             product = tf.add_n(

@@ -11,9 +11,9 @@ class BAM(DPOptimizer):
     """Bias-aware minimisation: the gradient norm of each example is made small too.
 
     Knolle, Ziller, Usynin, Braren, Makowski, Rueckert and Kaissis, "Bias-Aware
-    Minimisation: Understanding and Mitigating Estimator Bias in Private SGD"
-    (papers/003 of the reference; its displayed equations are missing there). The loss
-    is mean_i (l_i + lambda*||grad l_i||), so that clipping biases the gradient less:
+    Minimisation: Understanding and Mitigating Estimator Bias in Private SGD". The loss
+    is mean_i (l_i + lambda*||grad l_i||), so that clipping biases the gradient less
+    (the displayed equations were not to be had; these are of the text and the code):
 
         g_i = grad l_i(theta_t)
         u_i = g_i + lambda * H_i g_i / ||g_i||                                  (exact)
@@ -83,7 +83,7 @@ class BAM(DPOptimizer):
         )
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=ascent_queries.PerExampleAscentQuery(lambda_, radius, exact),
             mechanism=None,
             filter=None,
@@ -92,6 +92,7 @@ class BAM(DPOptimizer):
             weight_decay=weight_decay,
             **kwargs,
         )
+        # Whole, because the rule has only what its base uses.
         self._own = {
             "lambda_": lambda_,
             "radius": radius,

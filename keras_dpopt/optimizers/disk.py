@@ -11,7 +11,7 @@ class DiSK(DPOptimizer):
     """DiSK: two-point observation and a simplified Kalman filter before a base rule.
 
     Zhang et al., "DiSK: Differentially Private Optimizer with Simplified Kalman Filter
-    for Noise Reduction" (2024), as in section 3 of papers/002 of the reference. With
+    for Noise Reduction" (2024), as the paper of `FiBeR` has it in section 3. With
     a = (1-kappa)/(kappa*gamma) and d_{t-1} the last change of the weights (d_{-1} = 0):
 
         u_i = a*grad l_i(theta_t + gamma*d_{t-1}) + (1-a)*grad l_i(theta_t)
@@ -19,7 +19,7 @@ class DiSK(DPOptimizer):
         f_t = (1-kappa)*f_{t-1} + kappa*g_t,     f_{-1} = 0 or f_0 = g_0
         theta_{t+1} = base rule on f_t: SGD, Adam or AdamW
 
-    With a `noise_correction` it is DiSK-CORR (papers/002, appendix C.4), with the
+    With a `noise_correction` it is DiSK-CORR (`FiBeR`'s paper, appendix C.4), with the
     moments of `DPAdam` on f_t and A_state(kappa) = kappa/(2-kappa):
 
         v_bar = max(v_hat - A_state(kappa)*(sigma*C/B)^2, variance_floor)
@@ -51,9 +51,9 @@ class DiSK(DPOptimizer):
 
     Deviations from the paper:
         None in the equations. The authors' code clips the two gradients apart and
-        noises one of them, which leaves 0.164 of the noise that its epsilon is for
-        (SPEC section 7); Opacus' divides sigma by sqrt(a^2+(1-a)^2) and swaps kappa
-        with 1-kappa. Neither is imitated, so their accuracies are no target.
+        noises one of them, which leaves 0.164 of the noise that its epsilon is for;
+        Opacus' divides sigma by sqrt(a^2+(1-a)^2) and swaps kappa with 1-kappa.
+        Neither is imitated, so their accuracies are no target.
 
     Example:
         >>> optimizer = DiSK(l2_norm_clip=1.0, noise_multiplier=1.1)
@@ -91,7 +91,7 @@ class DiSK(DPOptimizer):
         )
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=queries.TwoPointQuery(kappa, gamma),
             mechanism=None,
             filter=filters.EMAFilter(kappa, filter_init),
@@ -100,6 +100,7 @@ class DiSK(DPOptimizer):
             weight_decay=weight_decay,
             **kwargs,
         )
+        # Whole, because the rule has only what its base uses.
         self._own = {
             "kappa": kappa,
             "gamma": gamma,

@@ -78,15 +78,11 @@ class DOPPLER(DPOptimizer):
         **kwargs,
     ):
         arguments.check_choice("second_moment", second_moment, ("filtered", "raw"))
-        of_filtered = noise_correction in ("filtered", "exact")
-        if noise_correction is not None and of_filtered != (
-            second_moment == "filtered"
-        ):
-            raise ValueError(
-                f"noise_correction={noise_correction!r} is not the variance of the "
-                f"noise in the second moment of the {second_moment} gradient. Use "
-                "'filtered' or 'exact' for the filtered one, 'unfiltered' for the raw."
-            )
+        arguments.check_choice(
+            "noise_correction",
+            noise_correction,
+            ("filtered", "exact", "unfiltered", None),
+        )
         rule, weight_decay = update_rules.make_base(
             base,
             noise_correction=noise_correction,
@@ -99,9 +95,16 @@ class DOPPLER(DPOptimizer):
             default_decay=0.01,
             second_moment=second_moment,
         )
+        of_raw = noise_correction == "unfiltered"
+        if noise_correction is not None and of_raw != (second_moment == "raw"):
+            raise ValueError(
+                f"noise_correction={noise_correction!r} is not the variance of the "
+                f"noise in the second moment of the {second_moment} gradient. Use "
+                "'filtered' or 'exact' for the filtered one, 'unfiltered' for the raw."
+            )
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=None,
             filter=filters.LowPassFilter(a, b),
@@ -110,6 +113,7 @@ class DOPPLER(DPOptimizer):
             weight_decay=weight_decay,
             **kwargs,
         )
+        # Whole, because the rule has only what its base uses.
         self._own = {
             "a": list(self.filter.a),
             "b": list(self.filter.b),

@@ -10,7 +10,7 @@ from keras_dpopt.dp_optimizer import DPOptimizer
 class DPAdam(DPOptimizer):
     """Adam on privatized gradients.
 
-    Kingma and Ba, "Adam" (ICLR 2015), Algorithm 1, on the g_t of DP-SGD:
+    Kingma and Ba, "Adam" (ICLR 2015), Algorithm 1, on the g_t of `DPSGD`:
 
         g_t = (1/B) * (sum_i clip(grad l_i(theta_t), C) + sigma*C*z_t)
         m_t = b1*m_{t-1} + (1-b1)*g_t         m_hat = m_t / (1 - b1^k)
@@ -48,7 +48,7 @@ class DPAdam(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
-            # All four slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=None,
             filter=None,

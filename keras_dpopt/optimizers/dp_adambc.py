@@ -59,12 +59,16 @@ class DPAdamBC(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=None,
             filter=None,
             rule=update_rules.Adam(
-                beta_1, beta_2, 0.0, variance_floor, correction_start
+                beta_1,
+                beta_2,
+                epsilon=0.0,
+                variance_floor=variance_floor,
+                correction_start=correction_start,
             ),
             noise_correction="unfiltered",
             **kwargs,

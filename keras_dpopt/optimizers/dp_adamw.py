@@ -10,8 +10,9 @@ from keras_dpopt.dp_optimizer import DPOptimizer
 class DPAdamW(DPOptimizer):
     """Adam with decoupled weight decay on privatized gradients.
 
-    DP-AdamW (papers/001 of the reference; Loshchilov and Hutter, "Decoupled Weight
-    Decay Regularization", ICLR 2019, Algorithm 2, on the g_t of DP-SGD):
+    "DP-AdamW: Investigating Decoupled Weight Decay and Bias Correction in Private Deep
+    Learning"; Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (ICLR
+    2019), Algorithm 2, on the g_t of `DPSGD`:
 
         theta_{t+1} = (1 - lr*lambda)*theta_t - lr * m_hat / (sqrt(v_hat) + epsilon)
 
@@ -52,7 +53,7 @@ class DPAdamW(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
-            # All four slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=None,
             filter=None,

@@ -10,7 +10,8 @@ from keras_dpopt.dp_optimizer import DPOptimizer
 class DPAdamWBC(DPOptimizer):
     """`DPAdamBC` with decoupled weight decay.
 
-    DP-AdamW-BC (papers/001 of the reference), with Phi, m_hat and v_hat of `DPAdamBC`:
+    "DP-AdamW: Investigating Decoupled Weight Decay and Bias Correction in Private Deep
+    Learning", its DP-AdamW-BC, with Phi, m_hat and v_hat of `DPAdamBC`:
 
         theta_{t+1} = (1 - lr*lambda)*theta_t
                       - lr * m_hat / sqrt(max(v_hat - Phi, variance_floor))
@@ -54,12 +55,16 @@ class DPAdamWBC(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=None,
             filter=None,
             rule=update_rules.Adam(
-                beta_1, beta_2, 0.0, variance_floor, correction_start
+                beta_1,
+                beta_2,
+                epsilon=0.0,
+                variance_floor=variance_floor,
+                correction_start=correction_start,
             ),
             noise_correction="unfiltered",
             weight_decay=weight_decay,

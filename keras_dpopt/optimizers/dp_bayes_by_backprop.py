@@ -11,8 +11,8 @@ class DPBayesByBackprop(DPOptimizer):
     """Bayes by Backprop: mean and scale of a Gaussian over the weights, privately.
 
     Blundell et al., "Weight Uncertainty in Neural Networks" (ICML 2015), section 3.2,
-    on privatized gradients, as papers/000 of the reference compares with. The model's
-    weights are the mean mu; the optimizer keeps rho:
+    on privatized gradients, as the paper of `DPIVON` compares with. The model's weights
+    are the mean mu; the optimizer keeps rho:
 
         w    = mu + s*e,   s = softplus(rho),   e ~ N(0, I): one draw for the batch
         u_i  = (g_i, g_i*e*sigmoid(rho)),       g_i = grad l_i(w)
@@ -58,7 +58,7 @@ class DPBayesByBackprop(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=posterior_queries.ReparametrizedQuery(),
             mechanism=None,
             filter=None,

@@ -65,7 +65,7 @@ class DPFTRL(DPOptimizer):
         arguments.refuse_for_own_mechanism("DPFTRL", **kwargs)
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=matrix_mechanism.TreeMechanism(
                 l2_norm_clip, noise_multiplier, restart

@@ -12,9 +12,10 @@ from keras_dpopt.dp_optimizer import DPOptimizer
 class DPIVON(DPOptimizer):
     """Variational learning of a Gaussian posterior over the weights, privately.
 
-    DP-IVON-Gradsq (papers/000 of the reference, whose displayed equations are missing
-    there; the forms are those of IVON, Shen et al., "Variational Learning is Effective
-    for Large Deep Networks", ICML 2024, Algorithm 1):
+    "DP-IVON-Gradsq: Differentially Private Squared-Gradient Improved Variational Online
+    Newton"; its displayed equations were not to be had, so the forms are those of IVON,
+    Shen et al., "Variational Learning is Effective for Large Deep Networks" (ICML
+    2024), Algorithm 1:
 
         theta = m + e / sqrt(ess*(h + delta)),  e ~ N(0, I): one draw for the batch
         g     = (1/B) * (sum_i clip(grad l_i(theta), C) + sigma*C*z)
@@ -23,8 +24,9 @@ class DPIVON(DPOptimizer):
         mom'  = b1*mom + (1-b1)*g
         m'    = m - alpha * (mom' / (1 - b1^k) + delta*m) / (h' + delta),    k = t + 1
 
-    with alpha = lr*(hess_init + delta), or lr if not `rescale_lr`. The posterior is
-    N(m, 1/(ess*(h + delta))): see `keras_dpopt.posterior_predict`.
+    with alpha = lr*(hess_init + delta), or lr if not `rescale_lr`; h_hat is that of
+    hessian="gradsq". The posterior is N(m, 1/(ess*(h + delta))): see
+    `keras_dpopt.posterior_predict`.
 
     Args:
         learning_rate: A float, a schedule or a callable. Defaults to 0.1.
@@ -88,24 +90,23 @@ class DPIVON(DPOptimizer):
         products = hessian == "price" and mc_samples != 1
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=posterior_queries.PrecisionQuery(ess, mc_samples, products),
             mechanism=None,
             filter=None,
             rule=posterior_rules.IVON(
-                ess,
-                hess_init,
-                weight_decay,
-                beta_1,
-                beta_2,
-                hessian,
-                curvature_scale,
-                mc_samples,
-                clip_radius,
-                rescale_lr,
+                ess=ess,
+                hess_init=hess_init,
+                weight_decay=weight_decay,
+                beta_1=beta_1,
+                beta_2=beta_2,
+                hessian=hessian,
+                curvature_scale=curvature_scale,
+                clip_radius=clip_radius,
+                rescale_lr=rescale_lr,
             ),
             noise_correction="unfiltered" if hessian == "gradsq" else None,
-            weight_decay=None,
+            weight_decay=None,  # delta is the rule's, not decoupled
             **kwargs,
         )
 
@@ -129,7 +130,7 @@ class DPIVON(DPOptimizer):
             beta_2=rule.beta_2,
             hessian=rule.hessian,
             curvature_scale=rule.curvature_scale,
-            mc_samples=rule.samples,
+            mc_samples=self.query.samples,
             clip_radius=rule.clip_radius,
             rescale_lr=rule.rescale_lr,
         )

@@ -10,8 +10,9 @@ from keras_dpopt.dp_optimizer import DPOptimizer
 class DPRMSprop(DPOptimizer):
     """RMSprop on privatized gradients.
 
-    The DP-RMSProp of the DPAGD family (Zhou et al., "Private Adaptive Gradient
-    Methods"; papers/000 of the reference), on the g_t of `DPSGD`:
+    Zhou, Chen, Hong, Wu and Banerjee, "Private Stochastic Non-Convex Optimization:
+    Adaptive Algorithms and Tighter Generalization Bounds" (2020), DP RMSProp, on the
+    g_t of `DPSGD`:
 
         v_t = rho*v_{t-1} + (1-rho)*g_t^2
         theta_{t+1} = theta_t - lr * g_t / (sqrt(v_t) + epsilon)          (the paper's)
@@ -49,7 +50,7 @@ class DPRMSprop(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=None,
             filter=None,

@@ -46,7 +46,7 @@ class DPSAM(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=ascent_queries.DoubleQuery(rho),
             mechanism=None,
             filter=None,

@@ -58,7 +58,7 @@ class DPSAT(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=ascent_queries.AscentQuery(rho, direction),
             mechanism=None,
             filter=None,

@@ -45,7 +45,7 @@ class DPSGD(DPOptimizer):
     def __init__(self, learning_rate=0.01, *, momentum=0.0, nesterov=False, **kwargs):
         super().__init__(
             learning_rate,
-            # All four slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=None,
             filter=None,

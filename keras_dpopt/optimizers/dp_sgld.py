@@ -73,7 +73,7 @@ class DPSGLD(DPOptimizer):
             learning_rate = ConstantRate(learning_rate)
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=langevin_mechanism.LangevinMechanism(
                 l2_norm_clip, noise_multiplier, temperature, train_size

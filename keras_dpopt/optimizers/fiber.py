@@ -10,8 +10,9 @@ from keras_dpopt.dp_optimizer import DPOptimizer
 class FiBeR(DPOptimizer):
     """FiBeR: two-point observation, innovation filter, filter-aware correction.
 
-    papers/002 of the reference. With a = (1-kappa)/(kappa*gamma) and d_{t-1} the last
-    change of the weights (d_{-1} = 0):
+    "FiBeR: A Differentially Private Optimizer with Filter-Aware Innovation Bias
+    Correction". With a = (1-kappa)/(kappa*gamma) and d_{t-1} the last change of the
+    weights (d_{-1} = 0):
 
         u_i  = a*grad l_i(theta_t + gamma*d_{t-1}) + (1-a)*grad l_i(theta_t)
         g_t  = (1/B) * (sum_i clip(u_i, C) + sigma*C*z_t)
@@ -49,7 +50,7 @@ class FiBeR(DPOptimizer):
 
     Deviations from the paper:
         None in the equations. Its accuracies are no target: the public code that it
-        builds on noises one of the two gradients only (SPEC, warning 1). It reports
+        builds on noises one of the two gradients only (see `DiSK`). It reports
         that less than 1 % of the step is at the floor of 1e-8 (appendix E.6). With the
         full noise of its CIFAR-10 runs at epsilon 1 we measure 53 % on coordinates
         without signal, which then move 13 times as far as without the correction, and
@@ -78,7 +79,7 @@ class FiBeR(DPOptimizer):
     ):
         super().__init__(
             learning_rate,
-            # All four slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=queries.TwoPointQuery(kappa, gamma),
             mechanism=None,
             filter=filters.InnovationFilter(omega),

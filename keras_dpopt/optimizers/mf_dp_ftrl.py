@@ -33,12 +33,13 @@ class MFDPFTRL(DPOptimizer):
 
     Args:
         learning_rate: A float, a schedule or a callable. Defaults to 0.01.
-        strategy: "banded" (the default), or "blt": c_j = sum_i scale_i*decay_i^(j-1).
+        strategy: "banded" (the default), or "blt": c_0 = 1 and
+            c_j = sum_i scale_i*decay_i^(j-1).
         bands: b of "banded", at most the number of steps after which a record comes
             again. 1 is independent noise: `DPSGD`, but for the order of the batches.
             Defaults to 4.
         buffers: Number of terms of "blt". Defaults to 3.
-        amplified: See above; for "banded".
+        amplified: See above; for "banded" alone. Defaults to `False`.
         momentum: mu in [0, 1), which the strategy is optimized for as well. Defaults
             to 0.9.
         nesterov: Whether to use Nesterov momentum.
@@ -85,7 +86,7 @@ class MFDPFTRL(DPOptimizer):
         arguments.refuse_for_own_mechanism("MFDPFTRL", **kwargs)
         super().__init__(
             learning_rate,
-            # All slots: what is filled here is no argument of the class.
+            # All four slots are filled here, so that none comes with `kwargs`.
             query=None,
             mechanism=matrix_mechanism.ToeplitzMechanism(
                 l2_norm_clip,
