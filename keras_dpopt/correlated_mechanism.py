@@ -117,7 +117,7 @@ class CorrelatedMechanism(GaussianMechanism):
         stddev = tf.constant(self._query.stddev, tf.float32) * self._scale
         key, plan = tf.cast(key, tf.int64), tf.identity(self._plan)
         with tf.control_dependencies(self._checks(state, key, plan)):
-            parameters, number = tf.identity(self._parameters), tf.identity(step)
+            parameters, number = tf.identity(self._parameters), tf.cast(step, tf.int64)
             key, plan = tf.identity(key), tf.identity(plan)
             position = tf.identity(state["step"])
         noised, buffers = [], []

@@ -425,9 +425,8 @@ def test_state_and_structure():
         ClippedSum((values, count), tf.constant(0.1)), _tensors((0.1,)), KEY, 0, 40.0
     )
     assert state[0].dtype == tf.float32 and state[0].shape == []
-    assert not mechanism.constant_noise and not mechanism.state_is_secret
+    assert not mechanism.state_is_secret
     # Divided by C, the noise is z_D/B at every step.
-    assert _mechanism(0.1, 1.0, rescale=True).constant_noise
 
 
 @pytest.mark.parametrize(

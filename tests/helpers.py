@@ -169,7 +169,8 @@ def privatized(values, noise_stddev=0.0):
 def watch_gradients(model):
     """Variables that hold the privatized gradient of the last step, also in graphs."""
     optimizer = model.optimizer
-    seen = [tf.Variable(tf.zeros(v.shape)) for v in model.trainable_variables]
+    parts = list(model.trainable_variables) * optimizer.query.views
+    seen = [tf.Variable(tf.zeros(part.shape)) for part in parts]
     apply = optimizer.apply
 
     def watching(grads, *args, **kwargs):

@@ -8,8 +8,10 @@ import pathlib
 import subprocess
 import sys
 
+import helpers
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 import tiny
 
@@ -405,6 +407,80 @@ def test_update_moving_average():
         optimizer.iterations.assign_add(1)
         assert float(variable.numpy()[0]) == expected[-1]
     assert expected != [7, 6, 5, 4]  # the overwriting did happen
+
+
+def moving_averages(values, decay, compiled, first=0):
+    """The averages after each of these values, with a warm-up."""
+    optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=decay)
+    variables = [keras.Variable(0.0), keras.Variable([0.0, 0.0])]
+    optimizer.build(variables)
+    optimizer.iterations.assign(first)
+
+    def step(value):
+        for variable in variables:
+            variable.assign(tf.fill(variable.shape, value))
+        keras_compat.update_moving_average(optimizer, warmup=True)
+        optimizer.iterations.assign_add(1)
+
+    if compiled:
+        step = tf.function(step, autograph=False)
+    seen = []
+    for value in values:
+        step(tf.constant(value, tf.float32))
+        averages = optimizer._model_variables_moving_average
+        seen.append(float(averages[0].numpy()))
+        np.testing.assert_array_equal(averages[1].numpy(), seen[-1])
+    return seen
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_moving_average_warms_up(compiled):
+    """Golden values; where the average starts is what the first update leaves."""
+    entry = helpers.golden()["methods"]["param_ema_warmup"]
+    assert entry["init"] == entry["values"][0]
+    want = [row["ema"] for row in entry["trace"]]
+    got = moving_averages(entry["values"], entry["decay"], compiled)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    # The decay is the limit: here from the third update on.
+    got = moving_averages(entry["values"], 0.2, compiled)
+    average, want = entry["init"], []
+    for mu, value in zip([0.1, 2 / 11, 0.2, 0.2, 0.2], entry["values"], strict=True):
+        average = mu * average + (1 - mu) * value
+        want.append(average)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_warm_up_goes_on_where_iterations_are_restored():
+    (got,) = moving_averages([2.0], 0.9999, True, first=7)
+    np.testing.assert_allclose(got, 2.0 * (1 - 8 / 17), rtol=1e-6)  # from zero
+    (got,) = moving_averages([2.0], 0.9999, True, first=10**9)
+    np.testing.assert_allclose(got, 2e-4, rtol=1e-3)
+
+
+def test_moving_average_without_use_ema():
+    optimizer = keras.optimizers.SGD(1.0)
+    variable = keras.Variable([8.0])
+    optimizer.build([variable])
+    keras_compat.update_moving_average(optimizer, warmup=True)
+    assert float(variable.numpy()[0]) == 8.0
+
+
+def test_moving_average_is_that_of_keras_to_the_last_bit():
+    draws = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
+    averages = []
+    for own in (True, False):
+        optimizer = keras.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.9999)
+        variable = keras.Variable([0.0, 0.0, 0.0])
+        optimizer.build([variable])
+        for value in draws:
+            variable.assign(value)
+            if own:
+                optimizer._update_model_variables_moving_average([variable])
+            else:
+                keras_compat.update_moving_average(optimizer)
+            optimizer.iterations.assign_add(1)
+        averages.append(optimizer._model_variables_moving_average[0].numpy())
+    np.testing.assert_array_equal(*averages)
 
 
 def test_uses_weight_decay():

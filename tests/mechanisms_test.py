@@ -395,7 +395,7 @@ def test_the_noise_of_every_style_is_sigma_c(name):
     params = mechanism.sample_params(mechanism.initial_state())
     clipped = mechanisms.ClippedSum(zero, mechanism.sensitivity(params))
     gradient, state = mechanism.release(clipped, (), 7, 2, float(BATCH), 5)
-    assert state == () and mechanism.constant_noise
+    assert state == ()
     values = np.concatenate([np.ravel(v) for v in gradient.values])
     _check_noise(values, SIGMA * CLIP / BATCH)
     np.testing.assert_allclose(gradient.noise_stddev, SIGMA * CLIP / BATCH, rtol=1e-6)
@@ -670,7 +670,6 @@ def test_foreign_query_has_no_configuration():
     np.testing.assert_allclose(mechanism.noise_multipliers(state, 10), [1.6], rtol=1e-6)
     assert mechanism.current_clip(state) == 0.5
     assert mechanism.sensitivity(mechanism.sample_params(state)) is None
-    assert not mechanism.constant_noise
 
 
 @pytest.mark.parametrize("given", [{"l2_norm_clip": 1.0}, {"noise_multiplier": 1.0}])

@@ -5,6 +5,7 @@ import dataclasses
 import keras
 import pytest
 import runs
+import tiny
 
 import keras_dpopt
 from keras_dpopt.ledger import Ledger
@@ -180,3 +181,44 @@ def test_a_checkpoint_of_a_running_fit_is_no_change(tmp_path):
     assert runs.steps(loaded) == runs.STEPS and not runs.notes(loaded)
     runs.fit(loaded)
     assert runs.steps(loaded) == 2 * runs.STEPS and not runs.notes(loaded)
+
+
+# ------------------------------------------------------- loading within one planned run
+
+
+def _scheduled():
+    rates = keras.optimizers.schedules.PiecewiseConstantDecay([2, 6], [1e-4, 1e-3, 0.1])
+    return keras_dpopt.DPSGLD(rates, l2_norm_clip=1.0, noise_multiplier=0.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _scheduled,
+        lambda: keras_dpopt.MFDPFTRL(l2_norm_clip=1.0, noise_multiplier=9.0, bands=2),
+        lambda: keras_dpopt.DPFTRL(l2_norm_clip=1.0, noise_multiplier=9.0),
+    ],
+    ids=["DPSGLD", "MFDPFTRL", "DPFTRL"],
+)
+def test_a_run_that_is_planned_as_a_whole_ends_where_weights_are_loaded(make, tmp_path):
+    """Keras makes a warning of an error while it loads; the ledger joins all the same.
+
+    The loaded optimizer state would move the schedule to a step with less noise than
+    the plan has.
+    """
+    path = tmp_path / "other.weights.h5"
+    other = tiny.classifier(make())
+    tiny.fit(other, *tiny.rows(), batch_size=4, epochs=3)
+    other.save_weights(path)
+    model = tiny.classifier(make())
+    load = Do(lambda m: m.load_weights(path, skip_mismatch=True))
+    with pytest.raises(RuntimeError, match="Weights were loaded within a run"):
+        tiny.fit(model, *tiny.rows(), batch_size=4, epochs=3, callbacks=[load])
+    assert not tiny.moved(model.get_weights(), other.get_weights())
+    steps = sorted(phase.steps for phase in model.privacy_ledger.ledger.phases)
+    assert steps == [3, 9]
+    epsilons = [m.privacy_statement(delta=1e-5).epsilon for m in (model, other)]
+    assert epsilons[0] > epsilons[1]
+    # The next fit is a run of its own.
+    tiny.fit(model, *tiny.rows(), batch_size=4)
+    assert tiny.steps(model) == 15

@@ -1,20 +1,26 @@
-"""What holds for every private optimizer: all names in `optimizers.__all__`."""
+"""What holds for every private optimizer: all names in `optimizers.__all__`.
+
+Construction, configuration and refusals; `optimizer_training_contract_test.py` and
+`optimizer_saving_contract_test.py` have the rest, and `contract.py` the exceptions.
+"""
 
 import copy
 import inspect
 import json
+import math
 import pickle
 
+import contract
 import helpers
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from contract import REQUIRED, every_optimizer
 
 import keras_dpopt
 from keras_dpopt import types
 
-REQUIRED = {"l2_norm_clip": 1.0, "noise_multiplier": 1.1}
 REFUSED = ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
 FOREIGN = {
     "max_grad_norm": "l2_norm_clip",
@@ -28,30 +34,37 @@ FOREIGN = {
 }
 REMEDY = "DPModel|make_private|DPSequential"
 
-every_optimizer = pytest.mark.parametrize(
-    "cls", helpers.OPTIMIZERS.values(), ids=helpers.OPTIMIZERS
-)
-
-
-def _own_arguments(cls):
-    """The arguments of the class itself, with their defaults."""
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    return {
-        p.name: p.default
-        for p in parameters
-        if p.default is not p.empty and p.name != "learning_rate"
-    }
-
 
 def _changed(name, default):
-    """A legal value that is not the default."""
+    """A legal value that is not the default; of a word contract.KINDS knows one."""
+    if isinstance(default, str):
+        return default
     if isinstance(default, bool):
         return not default
-    if name == "noise_correction":
-        return "unfiltered" if default != "unfiltered" else "filtered"
+    if isinstance(default, tuple):
+        return tuple(value / 2 for value in default)
+    if name == "train_size":
+        return 9
+    if isinstance(default, int):
+        return default + 1
     if default is None or default == 0:
         return 0.25
-    return default / 2 if isinstance(default, float) else default + 1
+    if default == math.inf:
+        return 3.0
+    return default / 2
+
+
+def _own_sets(cls):
+    """Sets of the class' own arguments, which together change them all."""
+    for values in contract.kind(cls).changed:
+        yield {
+            name: values[name] if name in values else _changed(name, default)
+            for name, default in contract.own_arguments(cls).items()
+        }
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
 
 
 def test_all_optimizers_are_public():
@@ -86,37 +99,74 @@ def test_clip_and_noise_are_required(cls, missing):
 
 
 @every_optimizer
+def test_every_own_argument_is_changed_in_some_set(cls):
+    """Of the sets of the next test: one may keep what another one changes."""
+    for name, default in contract.own_arguments(cls).items():
+        assert any(own[name] != default for own in _own_sets(cls)), name
+
+
+@every_optimizer
 def test_config_round_trip(cls):
-    own = {name: _changed(name, d) for name, d in _own_arguments(cls).items()}
     common = {
         "l2_norm_clip": 0.7,
         "noise_multiplier": 1.3,
         "expected_batch_size": 7,
         "microbatch_size": 3,
         "gradient_engine": "loop",
+        "augmentation_multiplicity": 2,
         "use_ema": True,
         "ema_momentum": 0.5,
+        "ema_warmup": True,
         "ema_overwrite_frequency": 3,
         "name": "mine",
     }
-    given = {"weight_decay": 0.03, **own, **common}
     schedule = keras.optimizers.schedules.ExponentialDecay(0.2, 3, 0.5)
-    for rate in (0.125, schedule):
-        optimizer = cls(rate, seed=5, **given)
-        config = optimizer.get_config()
-        assert "seed" not in json.dumps(config, default=repr)
-        for name, value in given.items():
-            assert config[name] == value, name
-        again = cls.from_config(copy.deepcopy(config))
-        assert again.get_config() == config
-        assert not again.keys.seeded
-        serialized = keras.saving.serialize_keras_object(optimizer)
-        text = json.dumps(serialized)
-        revived = keras.saving.deserialize_keras_object(json.loads(text))
-        assert type(revived) is cls
-        assert revived.get_config() == config
-        assert not revived.keys.seeded
-        assert "Decay" not in text or callable(revived._learning_rate)
+    for own in _own_sets(cls):
+        given = {"weight_decay": 0.03, **own, **common}
+        for rate in (0.125, schedule):
+            optimizer = cls(rate, seed=5, **given)
+            config = optimizer.get_config()
+            assert "seed" not in json.dumps(config, default=repr)
+            for name, value in given.items():
+                assert config[name] == _plain(value), name
+            again = cls.from_config(copy.deepcopy(config))
+            assert again.get_config() == config
+            assert not again.keys.seeded
+            serialized = keras.saving.serialize_keras_object(optimizer)
+            text = json.dumps(serialized)
+            revived = keras.saving.deserialize_keras_object(json.loads(text))
+            assert type(revived) is cls
+            assert revived.get_config() == config
+            assert not revived.keys.seeded
+            assert float(revived.learning_rate) == pytest.approx(
+                0.125 if rate is not schedule else 0.2
+            )
+
+
+CLIPPING = {
+    "automatic": "automatic",
+    "per layer": "per_layer",
+    "adaptive": keras_dpopt.AdaptiveClipping(0.7, count_noise_stddev=3.0),
+    "tuned": keras_dpopt.AutomaticClipping(0.5),
+}
+
+
+@every_optimizer
+def test_clipping_styles_round_trip_or_are_refused(cls):
+    for clipping in CLIPPING.values():
+        given = {"clipping": clipping, "rescale_to_unit_norm": True}
+        if contract.kind(cls).own_mechanism:
+            for name, value in given.items():
+                with pytest.raises(ValueError, match=name):
+                    cls(**REQUIRED, **{name: value})
+            continue
+        optimizer = cls(**REQUIRED, **given)
+        config = json.loads(json.dumps(optimizer.get_config()))
+        again = cls.from_config(config)
+        assert again.get_config() == optimizer.get_config()
+        assert again.mechanism.style == optimizer.mechanism.style
+        assert type(again.mechanism) is type(optimizer.mechanism)
+        assert again.mechanism.rescale_to_unit_norm
 
 
 @every_optimizer
@@ -137,7 +187,7 @@ def test_keras_arguments_that_act_after_the_noise_are_refused(cls):
 @every_optimizer
 def test_foreign_names_are_refused_with_ours(cls):
     for name, ours in FOREIGN.items():
-        if name in _own_arguments(cls):
+        if name in contract.own_arguments(cls):
             continue
         with pytest.raises(TypeError, match=f"{name}.*{ours}"):
             cls(**REQUIRED, **{name: 1.0})
@@ -150,10 +200,12 @@ def test_unknown_names_are_refused(cls):
 
 
 @every_optimizer
-@pytest.mark.parametrize("name", ["query", "filter", "rule", "noise_correction"])
+@pytest.mark.parametrize(
+    "name", ["query", "mechanism", "filter", "rule", "noise_correction"]
+)
 def test_the_slots_are_not_arguments(cls, name):
     """A noise_correction that nothing uses would be silently ignored, and lost."""
-    if name in _own_arguments(cls):
+    if name in contract.own_arguments(cls):
         return
     with pytest.raises((TypeError, ValueError), match=name):
         cls(**REQUIRED, **{name: "filtered"})
@@ -178,26 +230,62 @@ BAD_VALUES = {
     "omega": (0.0, -0.1, 1.1, np.nan, "0.5", True),
     "variance_floor": (-1e-8, np.nan, np.inf, "1e-8", True),
     "noise_correction": ("full", True, 1.0),
+    "filter_init": ("first", None, 0.0),
+    "base": ("rmsprop", None, 1),
+    "second_moment": ("both", None, 1),
+    "a": (0.5, "0.5", (np.nan,), ("x",), (-1.0,), (2.0,)),
+    "b": (0.5, "0.5", (np.nan,), ("x",), (), (1.0, -1.0)),
+    "lambda_": (-0.1, np.nan, np.inf, "0.1", True),
+    "radius": (0.0, -0.1, np.nan, np.inf, "0.1", True),
+    "exact": (1, None, "yes"),
+    "rho": (-0.1, np.nan, "0.5", True),
+    "direction": ("last", None, 1),
+    "correction_start": (-1, 1.5, True, "1"),
+    "temperature": (0.0, -1.0, np.nan, np.inf, "1", True),
+    "prior_precision": (-1.0, np.nan, np.inf, "1", True),
+    "train_size": (0, -1, 1.5, True, "8"),
+    "prior_stddev": (0.0, -1.0, np.nan, np.inf, "1", True),
+    "rho_init": (np.nan, np.inf, "1", True),
+    "ess": (0.0, -1.0, np.nan, np.inf, "1", True),
+    "hess_init": (0.0, -1.0, np.nan, np.inf, "1", True),
+    "hessian": ("exact", None, 1),
+    "curvature_scale": (0.0, -1.0, np.nan, np.inf, "1", True),
+    "mc_samples": (0, -1, 1.5, True, "2"),
+    "clip_radius": (0.0, -1.0, np.nan, "1", True),
+    "rescale_lr": (1, None, "yes"),
+    "strategy": ("tree", None, 1),
+    "bands": (0, -1, 1.5, True, "2"),
+    "buffers": (0, -1, 1.5, True, "2"),
+    "amplified": (1, None, "yes"),
+    "coefficients": ((1.0,), (1.0, 0.5, np.nan, 0.1), (1.0, 2.0, 0.5, 0.1), "1234"),
+    "restart": ("never", 1, True),
+    "epsilon_inside_root": (1, None, "yes"),
+    "nesterov": (1, None, "yes"),
 }
 COMMON = tuple(BAD_VALUES)[:8]
 
 
 @every_optimizer
 def test_values_are_checked(cls):
-    own = _own_arguments(cls)
+    own = contract.own_arguments(cls)
     for name, values in BAD_VALUES.items():
         if name not in COMMON and name not in own:
             continue
         for value in values:
+            legal = contract.kind(cls).legal
+            if name in legal and repr(value) == repr(legal[name]):
+                cls(**{**REQUIRED, name: value})
+                continue
             with pytest.raises((TypeError, ValueError)) as caught:
                 cls(**{**REQUIRED, name: value})
+                pytest.fail(f"{name}={value!r} was taken")
             assert name in str(caught.value), (name, value, caught.value)
 
 
 @every_optimizer
 def test_every_own_number_is_checked(cls):
     """So that an argument of a new class is covered before anyone lists it above."""
-    for name, default in _own_arguments(cls).items():
+    for name, default in contract.own_arguments(cls).items():
         if isinstance(default, float):
             for value in (np.nan, "x"):
                 with pytest.raises((TypeError, ValueError), match=name):
@@ -205,8 +293,17 @@ def test_every_own_number_is_checked(cls):
 
 
 @every_optimizer
+def test_every_own_argument_has_bad_values(cls):
+    assert set(contract.own_arguments(cls)) <= set(BAD_VALUES)
+
+
+@every_optimizer
 def test_infinite_clip_without_noise_is_legal(cls):
-    assert cls(l2_norm_clip=np.inf, noise_multiplier=0).l2_norm_clip == np.inf
+    if contract.kind(cls).infinite_clip:
+        assert cls(l2_norm_clip=np.inf, noise_multiplier=0).l2_norm_clip == np.inf
+    else:
+        with pytest.raises(ValueError, match="l2_norm_clip"):
+            cls(l2_norm_clip=np.inf, noise_multiplier=0)
 
 
 # ------------------------------------------------------------------------ fail closed
@@ -247,7 +344,7 @@ def test_a_plain_model_is_refused(cls, way):
 
 def _built(cls):
     variable = keras.Variable(np.zeros(3), dtype="float32")
-    optimizer = cls(0.1, **REQUIRED, expected_batch_size=4)
+    optimizer = contract.make(cls, expected_batch_size=4)
     optimizer.build([variable])
     return optimizer, variable
 
@@ -285,7 +382,7 @@ def test_plain_gradients_are_refused_after_an_error_while_tracing(cls):
     model = Failing((3,))
     model.fail = False
     model.compile(
-        cls(0.1, **REQUIRED, expected_batch_size=2, gradient_engine="loop"),
+        contract.make(cls, expected_batch_size=2, gradient_engine="loop"),
         loss=helpers.output_loss,
     )
     x = np.ones((2, 3), "f4")
@@ -293,14 +390,14 @@ def test_plain_gradients_are_refused_after_an_error_while_tracing(cls):
     model.fail = True
     for _ in range(2):
         with pytest.raises(Exception, match="while tracing"):
-            model.train_on_batch(x, helpers.targets(x))
+            contract.train(model, x, helpers.targets(x))
     if model.optimizer.built:
         gradients = [tf.ones(3)]
         with pytest.raises(TypeError, match=REMEDY):
             model.optimizer.apply(gradients, model.trainable_variables)
     np.testing.assert_array_equal(model.flat(), 0.0)
     model.fail = False
-    model.train_on_batch(x, helpers.targets(x))
+    contract.train(model, x, helpers.targets(x))
     assert np.abs(model.flat()).min() > 0
 
 
@@ -350,29 +447,31 @@ def test_the_batch_size_of_the_first_fit_stays():
 @every_optimizer
 @pytest.mark.parametrize("trained_before", [False, True])
 def test_another_trainable_set_is_refused(cls, trained_before):
-    model = helpers.mlp()
-    optimizer = cls(0.1, **REQUIRED, expected_batch_size=4, gradient_engine="loop")
-    model.compile(optimizer, helpers.CROSSENTROPY)
-    x, y = helpers.classes(4)
+    optimizer = contract.make(cls, expected_batch_size=4, gradient_engine="loop")
+    model = helpers.rows_model(optimizer, (2, 2), (2,))
+    x = np.ones((4, model.size), "f4")
+    model(x)
     if trained_before:
-        model.train_on_batch(x, y)
+        contract.train(model, x, helpers.targets(x))
     else:
         optimizer.build(model.trainable_variables)
     weights = model.get_weights()
-    model.layers[0].trainable = False
+    model.parts[0].trainable = False
+    assert len(model.trainable_variables) == 1
     with pytest.raises(ValueError, match="[Cc]ompile"):
-        model.train_on_batch(x, y)
+        contract.train(model, x, helpers.targets(x))
     with pytest.raises(ValueError, match="[Cc]ompile"):
-        model.fit(x, y, verbose=0)
+        model.fit(x, helpers.targets(x), verbose=0)
+    model.parts[0].trainable = True
     _unchanged(model, weights)
 
 
 @every_optimizer
 def test_another_order_of_variables_is_refused(cls):
     variables = [keras.Variable(np.zeros(3), dtype="float32") for _ in range(2)]
-    optimizer = cls(0.1, **REQUIRED, expected_batch_size=4)
+    optimizer = contract.make(cls, expected_batch_size=4)
     optimizer.build(variables)
-    gradient = helpers.privatized([np.ones(3), np.ones(3)], 0.1)
+    gradient = helpers.privatized([np.ones(3)] * 2 * contract.kind(cls).views, 0.1)
     with pytest.raises(ValueError, match="[Cc]ompile"):
         optimizer.apply(gradient, variables[::-1])
     optimizer.apply(gradient, variables)
@@ -382,6 +481,7 @@ def test_another_order_of_variables_is_refused(cls):
 
 
 @every_optimizer
+@pytest.mark.filterwarnings("ignore:The saved optimizer state does not fit")
 def test_copies_do_not_share_keys(cls):
     optimizer = cls(0.1, **REQUIRED, seed=3)
     copies = [
@@ -422,79 +522,3 @@ def test_keys_are_no_variables_of_the_optimizer(cls):
         values = np.ravel(variable.numpy()).tolist()
         assert not keys & set(values)
     assert not any("key" in v.path for v in optimizer.variables)
-
-
-# --------------------------------------------------------- one noise, and one gradient
-
-
-def _noise(cls, **arguments):
-    jit_compile = arguments.pop("jit_compile", "auto")
-    optimizer = cls(
-        0.1,
-        l2_norm_clip=0.5,
-        noise_multiplier=2.0,
-        expected_batch_size=4,
-        seed=8,
-        **arguments,
-    )
-    model = helpers.rows_model(optimizer, (4, 2), (8,), jit_compile=jit_compile)
-    gradient = helpers.watch_gradients(model)
-    draws = []
-    for _ in range(2):
-        x = np.zeros((5, 16), "f4")
-        model.train_on_batch(x, helpers.targets(x))
-        draws.append([g.numpy() for g in gradient])
-    return draws
-
-
-@every_optimizer
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"gradient_engine": "vectorized"},
-        {"gradient_engine": "loop"},
-        {"gradient_engine": "vectorized", "microbatch_size": 2, "jit_compile": True},
-    ],
-    ids=["vectorized", "loop", "microbatches under jit"],
-)
-def test_noise_is_a_function_of_key_step_and_variable(cls, arguments):
-    """DESIGN rule 2: of nothing else; so it is one noise for all classes."""
-    draws = _noise(cls, **arguments)
-    for step in range(2):
-        for i, shape in enumerate([(4, 2), (8,)]):
-            want = helpers.expected_noise(8, step, i, shape) * 2.0 * 0.5 / 4
-            np.testing.assert_allclose(draws[step][i], want, atol=1e-6)
-
-
-@every_optimizer
-def test_weights_do_not_depend_on_engine_or_microbatch(cls):
-    """Three steps with noise and clipping, to float32 rounding.
-
-    With Adam a gradient's error of 1e-7 of the noise moves a weight by 1e-6 of lr, or,
-    at a variance floor, by more: the floor here is where the noise is.
-    """
-    x, y = helpers.classes(7)
-    reference = None
-    floor = {"variance_floor": 0.01} if "variance_floor" in _own_arguments(cls) else {}
-    for engine in helpers.ENGINES:
-        for microbatch_size in (1, 3, 16):
-            model = helpers.mlp()
-            optimizer = cls(
-                0.05,
-                l2_norm_clip=0.5,
-                noise_multiplier=1.0,
-                expected_batch_size=5,
-                seed=2,
-                gradient_engine=engine,
-                microbatch_size=microbatch_size,
-                **floor,
-            )
-            model.compile(optimizer, helpers.CROSSENTROPY)
-            start = model.get_weights()
-            for _ in range(3):
-                model.train_on_batch(x, y)
-            weights = model.get_weights()
-            reference = reference or weights
-            for a, b, c in zip(weights, reference, start, strict=True):
-                np.testing.assert_allclose(a, b, atol=5e-6)
-                assert np.abs(a - c).max() > 1e-3

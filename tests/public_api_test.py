@@ -10,23 +10,45 @@ import pytest
 import keras_dpopt
 
 PUBLIC = {
+    "AdaptiveClipping",
+    "AutomaticClipping",
+    "BAM",
     "BackupAndRestore",
+    "DOPPLER",
     "DPAdam",
+    "DPAdamBC",
     "DPAdamW",
+    "DPAdamWBC",
+    "DPBayesByBackprop",
+    "DPFTRL",
+    "DPIVON",
     "DPModel",
     "DPOptimizer",
+    "DPRMSprop",
+    "DPSAM",
+    "DPSAT",
     "DPSGD",
+    "DPSGLD",
     "DPSequential",
+    "DiSK",
     "FiBeR",
     "FixedSizeSampler",
+    "MFDPFTRL",
+    "PerLayerClipping",
     "PoissonSampler",
+    "PosteriorPrediction",
+    "PosteriorSamples",
     "PrivacyBudget",
     "PrivacyStatement",
     "PrivateModel",
     "UnsupportedModelError",
+    "calibration",
+    "diagnostics",
+    "layers",
     "epsilon",
     "make_private",
     "noise_multiplier",
+    "posterior_predict",
 }
 
 
@@ -37,10 +59,19 @@ def test_public_names_are_the_listed_ones():
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_public_names_say_what_they_are(name):
-    documented = inspect.getdoc(getattr(keras_dpopt, name))
+    public = getattr(keras_dpopt, name)
+    documented = inspect.getdoc(public)
     assert documented
-    if name not in ("DPOptimizer", "PrivateModel", "UnsupportedModelError"):
-        assert ">>>" in documented or name == "PrivacyStatement", "no example"
+    results = ("PosteriorPrediction", "PrivacyStatement")
+    if name not in ("DPOptimizer", "PrivateModel", "UnsupportedModelError", *results):
+        assert ">>>" in documented or inspect.ismodule(public), "no example"
+
+
+@pytest.mark.parametrize("name", ["calibration", "diagnostics", "layers"])
+def test_public_modules_list_or_document_what_they_offer(name):
+    module = getattr(keras_dpopt, name)
+    for public in getattr(module, "__all__", ["calibration_report"]):
+        assert inspect.getdoc(getattr(module, public)), public
 
 
 def test_import_leaves_the_keras_2_half_of_tf_privacy_alone():

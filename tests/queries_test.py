@@ -12,41 +12,45 @@ WEIGHTS = (np.array([1.0, 2.0]), np.array(3.0))
 CHANGE = (np.array([0.5, -1.0]), np.array(0.25))
 
 
+def _state(weights=WEIGHTS, **slots):
+    return queries.StepState(weights, slots, key=1, number=0)
+
+
 def test_gradient_query():
-    (point,) = queries.GradientQuery().points(WEIGHTS)
+    (point,) = queries.GradientQuery().points(_state())
     assert point.coefficient == 1.0
     assert all(a is b for a, b in zip(point.weights, WEIGHTS, strict=True))
-    assert not queries.GradientQuery().uses_last_update
+    assert queries.GradientQuery().slots == ()
 
 
 def test_two_points():
     query = queries.TwoPointQuery(kappa=0.6, gamma=0.7)
-    ahead, here = query.points(WEIGHTS, CHANGE)
+    ahead, here = query.points(_state(last_update=CHANGE))
     a = 0.4 / 0.42
     np.testing.assert_allclose([ahead.coefficient, here.coefficient], [a, 1 - a])
     for got, weight, change in zip(ahead.weights, WEIGHTS, CHANGE, strict=True):
         np.testing.assert_allclose(got, weight + 0.7 * change)
     assert all(a is b for a, b in zip(here.weights, WEIGHTS, strict=True))
-    assert query.uses_last_update
+    assert query.slots == ("last_update",)
 
 
 @pytest.mark.parametrize("gamma", [0.1, 0.7, 5.0])
 def test_one_point_at_kappa_1(gamma):
     query = queries.TwoPointQuery(1.0, gamma)
-    (point,) = query.points(WEIGHTS, None)  # d is not needed, and no state kept.
+    (point,) = query.points(_state())  # d is not needed, and no state kept.
     assert point.coefficient == 1.0
     assert all(a is b for a, b in zip(point.weights, WEIGHTS, strict=True))
-    assert not query.uses_last_update
+    assert query.slots == ()
 
 
 @pytest.mark.parametrize("kappa", [0.5, 0.6, 0.7, 0.3])
 def test_one_point_at_weight_1(kappa):
     gamma = (1 - kappa) / kappa
     query = queries.TwoPointQuery(kappa, gamma)
-    (point,) = query.points(WEIGHTS, CHANGE)
+    (point,) = query.points(_state(last_update=CHANGE))
     assert point.coefficient == 1.0
     np.testing.assert_allclose(point.weights[0], WEIGHTS[0] + gamma * CHANGE[0])
-    assert query.uses_last_update
+    assert query.slots == ("last_update",)
 
 
 @pytest.mark.parametrize("kappa", [0.0, -0.1, 1.1, np.nan, "0.5", None])

@@ -21,6 +21,7 @@ OPEN = {"l2_norm_clip": np.inf, "noise_multiplier": 0.0}
 SGD = (keras_dpopt.DPSGD, keras.optimizers.SGD)
 ADAM = (keras_dpopt.DPAdam, keras.optimizers.Adam)
 ADAMW = (keras_dpopt.DPAdamW, keras.optimizers.AdamW)
+RMSPROP = (keras_dpopt.DPRMSprop, keras.optimizers.RMSprop)
 TWINS = {
     "sgd": (SGD, {"learning_rate": 0.5}),
     "momentum": (SGD, {"learning_rate": 0.2, "momentum": 0.9}),
@@ -39,6 +40,11 @@ TWINS = {
         {"learning_rate": 0.05, "epsilon": TINY, "weight_decay": 0.1},
     ),
     "adamw": (ADAMW, {"learning_rate": 0.05, "epsilon": TINY, "weight_decay": 0.1}),
+    "rmsprop": (RMSPROP, {"learning_rate": 0.02}),
+    "rmsprop decay": (
+        RMSPROP,
+        {"learning_rate": 0.02, "rho": 0.5, "epsilon": 1e-3, "weight_decay": 0.1},
+    ),
 }
 SCHEDULES = {
     "exponential": lambda: keras.optimizers.schedules.ExponentialDecay(0.2, 3, 0.5),
@@ -104,7 +110,7 @@ def test_twin_by_fit(name):
     assert int(ours.optimizer.iterations) == int(twin.optimizer.iterations) == 12
 
 
-@pytest.mark.parametrize("name", ["momentum", "nesterov", "adamw"])
+@pytest.mark.parametrize("name", ["momentum", "nesterov", "adamw", "rmsprop"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_twin_with_schedule(name, schedule):
     twins, arguments = TWINS[name]
@@ -314,7 +320,9 @@ def test_variance_of_a_changing_noise_is_averaged_with_the_weights_of_v():
     scalars = {"noise_velocity": 0.0}
     variances = [1.0, 4.0, 0.25]
     for k, variance in enumerate(variances, 1):
-        shared, scalars = rule.begin(scalars, k, variance)
+        shared, scalars = rule.begin(
+            scalars, types.StepScalars(k, noise_variance=variance)
+        )
         weights = 0.01 * 0.99 ** np.arange(k - 1, -1, -1)
         want = np.dot(weights, variances[:k]) / (1 - 0.99**k)
         np.testing.assert_allclose(shared["noise_variance"], want, rtol=1e-5)
@@ -324,9 +332,11 @@ def test_variance_of_a_changing_noise_is_averaged_with_the_weights_of_v():
 def test_variance_floor(floor):
     """Where the noise explains all of v_hat, the floor is what is left."""
     rule = update_rules.Adam(0.9, 0.999, 1e-3, variance_floor=floor)
-    shared, _ = rule.begin({"noise_velocity": 0.0}, 1, 4.0)
+    shared, _ = rule.begin(
+        {"noise_velocity": 0.0}, types.StepScalars(1, noise_variance=4.0)
+    )
     g = np.array([0.5, 3.0], "f4")
     slots = {"momentum": np.zeros(2, "f4"), "velocity": np.zeros(2, "f4")}
-    step, _ = rule.update(slots, types.FilterOutput(g, g), 0.1, shared)
+    step, _ = rule.update(slots, types.RuleInput(g, g), 0.1, shared)
     v_bar = np.maximum(g.astype("f8") ** 2 - 4.0, floor)
     np.testing.assert_allclose(step, 0.1 * g / (np.sqrt(v_bar) + 1e-3), rtol=1e-4)
