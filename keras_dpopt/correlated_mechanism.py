@@ -7,7 +7,6 @@ that the batches keep to, in units of C. One fit is one run: seen as a whole, it
 Gaussian release of noise multiplier sigma (or one a group of steps).
 """
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dpopt import prng, validation
-from keras_dpopt.gaussian_mechanism import GaussianMechanism
+from keras_dpopt.planned_mechanism import PlannedMechanism, variable
 from keras_dpopt.run_plan import ComingSteps
 
 
-class CorrelatedMechanism(GaussianMechanism):
-    """Base class: buffers, the run's horizon and the release.
+class CorrelatedMechanism(PlannedMechanism):
+    """Base class: buffers, and the release.
 
     A subclass says in `plan_run` which strategy serves the coming steps, and calls
     `_begin_plan`.
@@ -39,7 +38,6 @@ class CorrelatedMechanism(GaussianMechanism):
         horizon that the run was planned for fails.
     """
 
-    state_is_secret = True
     is_correlated = True
 
     def __init__(
@@ -51,13 +49,9 @@ class CorrelatedMechanism(GaussianMechanism):
         with tf.init_scope():
             # In variables, so that a traced step follows the plan of each fit. They
             # are public: functions of the settings alone.
-            self._parameters = _variable(parameters)
-            self._scale = _variable(np.float32(0.0))
-            self._row_norms = tf.Variable(
-                np.ones(1, np.float32), shape=[None], trainable=False
-            )
-            self._horizon = _variable(np.int64(0))
-            self._plan = _variable(np.int64(0))
+            self._parameters = variable(parameters)
+            self._scale = variable(np.float32(0.0))
+            self._row_norms = variable(np.ones(1, np.float32), [None])
 
     def built_for(self, groups, shapes=()) -> "CorrelatedMechanism":
         """Returns the mechanism for variables of these shapes."""
@@ -71,12 +65,7 @@ class CorrelatedMechanism(GaussianMechanism):
             np.zeros((self._stream.buffers, *shape), np.float32)
             for shape in self._shapes
         )
-        first = {name: np.int64(0) for name in ("step", "key", "plan")}
-        return {**first, "buffers": buffers}
-
-    def plan_digest(self) -> int:
-        """Returns a digest of the plan, which holds for all steps of a run."""
-        return int(self._plan.numpy())
+        return {**super().initial_state(), "buffers": buffers}
 
     def _begin_plan(
         self, steps: int, parameters: Any, scale: float, row_norms: np.ndarray
@@ -95,11 +84,7 @@ class CorrelatedMechanism(GaussianMechanism):
         self._parameters.assign(parameters)
         self._scale.assign(rounded)
         self._row_norms.assign(row_norms)
-        self._horizon.assign(steps)
-        plan = (np.int64(steps), np.asarray(parameters), rounded, row_norms)
-        content = b"".join(part.tobytes() for part in plan)
-        plan_digest = hashlib.blake2b(content, digest_size=8).digest()
-        self._plan.assign(int.from_bytes(plan_digest, "big", signed=True))
+        self._set_plan(steps, np.asarray(parameters), rounded, row_norms)
 
     def _check_drawn(self, coming: ComingSteps) -> None:
         if not coming.drawn or coming.steps is None:
@@ -115,11 +100,9 @@ class CorrelatedMechanism(GaussianMechanism):
         """See `GaussianMechanism.release`."""
         self._check_sensitivity(clipped)
         stddev = tf.constant(self._query.stddev, tf.float32) * self._scale
-        key, plan = tf.cast(key, tf.int64), tf.identity(self._plan)
-        with tf.control_dependencies(self._checks(state, key, plan)):
+        position, following = self._at(state, key)
+        with tf.control_dependencies([position]):
             parameters, number = tf.identity(self._parameters), tf.cast(step, tf.int64)
-            key, plan = tf.identity(key), tf.identity(plan)
-            position = tf.identity(state["step"])
         noised, buffers = [], []
         for i, (total, kept) in enumerate(
             zip(clipped.values, state["buffers"], strict=True)
@@ -134,41 +117,10 @@ class CorrelatedMechanism(GaussianMechanism):
         marginal = stddev * self._row_norms[position]
         clip = tf.constant(self.l2_norm_clip, tf.float32)
         gradient = self._gradient(noised, marginal, clip, expected_batch_size)
-        return gradient, {
-            "step": position + 1,
-            "key": key,
-            "plan": plan,
-            "buffers": tuple(buffers),
-        }
-
-    def _checks(self, state, key, plan) -> list:
-        """Ops that fail where the step does not belong to the planned run."""
-        is_first = tf.equal(state["step"], 0)
-        same_key = tf.equal(state["key"], key)
-        same_plan = tf.equal(state["plan"], plan)
-        checks = (
-            tf.debugging.assert_less(
-                state["step"],
-                tf.identity(self._horizon),
-                "A step beyond the run that its correlated noise was planned for.",
-            ),
-            tf.debugging.Assert(
-                is_first | same_key,
-                ["Weights were loaded within a run of correlated noise. Fit again."],
-            ),
-            tf.debugging.Assert(
-                is_first | same_plan,
-                ["Another run was planned within one of correlated noise. Fit again."],
-            ),
-        )
-        return [check for check in checks if check is not None]
+        return gradient, {**following, "buffers": tuple(buffers)}
 
 
 def separation(train_size: int, batch_size: int) -> int:
     """Returns how many steps a record stays away in cyclic order, ceil(N / B)."""
     validation.check_positive_integer("batch_size", batch_size)
     return -(-train_size // batch_size)
-
-
-def _variable(value: Any) -> tf.Variable:
-    return tf.Variable(value, trainable=False)

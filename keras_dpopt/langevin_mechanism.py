@@ -7,15 +7,16 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dpopt import validation
-from keras_dpopt.gaussian_mechanism import GaussianMechanism, add_noise
+from keras_dpopt.gaussian_mechanism import add_noise
 from keras_dpopt.noise_plan import plan_of
+from keras_dpopt.planned_mechanism import PlannedMechanism, variable
 from keras_dpopt.run_plan import ComingSteps, RunPlan
 
 # The step computes its multiplier in float32; the ledger's must not be above it.
 _MARGIN = 1.0 + 1e-6
 
 
-class LangevinMechanism(GaussianMechanism):
+class LangevinMechanism(PlannedMechanism):
     """Noise that makes a step of size eta one of Langevin dynamics.
 
         sigma_t = max(sigma_min, 2*B*sqrt(temperature) / (N*C*sqrt(eta_t)))
@@ -32,7 +33,8 @@ class LangevinMechanism(GaussianMechanism):
 
     Privacy:
         A step is a Gaussian release of noise multiplier sigma_t, which is known before
-        the first step: learning rates are a schedule.
+        the first step: learning rates are a schedule. Whatever moves N, B or the
+        learning rate after that, no step has less noise than the ledger has for it.
     """
 
     follows_schedule = True
@@ -49,6 +51,8 @@ class LangevinMechanism(GaussianMechanism):
         self.temperature = validation.check_positive("temperature", temperature)
         self._train_size: Any = train_size
         self._learning_rate: Any = None
+        with tf.init_scope():
+            self._planned = variable(np.ones(1, np.float32), [None])
 
     def plan_run(self, coming: ComingSteps) -> RunPlan:
         """Returns the plan with the multiplier of each step."""
@@ -67,6 +71,11 @@ class LangevinMechanism(GaussianMechanism):
         size = self._train_size or coming.train_size
         multipliers = self._multiplier(rates, size, coming.batch_size, np)
         plan = plan_of(multipliers.tolist())
+        planned = np.concatenate(
+            [np.full(count, sigma, np.float32) for sigma, count in plan]
+        )
+        self._planned.assign(planned)
+        self._set_plan(len(planned), planned)
         fields: dict[str, Any] = {"noise_multipliers": (min(m for m, _ in plan),)}
         if len(plan) > 1:
             fields["noise_plan"] = plan
@@ -90,10 +99,14 @@ class LangevinMechanism(GaussianMechanism):
     ):
         """See `GaussianMechanism.release`."""
         self._check_sensitivity(clipped)
-        multiplier = _MARGIN * self._multiplier(
+        position, following = self._at(state, key)
+        with tf.control_dependencies([position]):
+            planned = self._planned[position]
+        own = self._multiplier(
             self._learning_rate, self._train_size, expected_batch_size, tf
         )
-        stddev = tf.cast(multiplier, tf.float32) * self.l2_norm_clip
+        multiplier = _MARGIN * tf.maximum(tf.cast(own, tf.float32), planned)
+        stddev = multiplier * self.l2_norm_clip
         noised = add_noise(clipped.values, stddev, key, step, first_stream)
         clip = tf.constant(self.l2_norm_clip, tf.float32)
-        return self._gradient(noised, stddev, clip, expected_batch_size), state
+        return self._gradient(noised, stddev, clip, expected_batch_size), following

@@ -102,11 +102,12 @@ def _poisson_rdp(q: float, noise: dp_accounting.GaussianDpEvent) -> np.ndarray:
     values[~_IS_INTEGER] = fractional.compose(event).rdp
     alpha, i, log_binomials = _binomials()
     exponents = (i * i - i) / (2.0 * noise.noise_multiplier**2)
-    with np.errstate(divide="ignore"):  # the terms of i = 0 and 1 are zero
+    # The terms of i = 0 and 1 are zero, and small ones vanish beside the largest.
+    with np.errstate(divide="ignore", under="ignore"):
         log_expm1 = exponents + np.log(-np.expm1(-exponents))
-    log_terms = log_binomials + (alpha - i) * math.log1p(-q) + i * math.log(q)
-    log_excess = np.logaddexp.reduce(log_terms + log_expm1, axis=1)
-    values[_IS_INTEGER] = np.logaddexp(0.0, log_excess) / (alpha[:, 0] - 1.0)
+        log_terms = log_binomials + (alpha - i) * math.log1p(-q) + i * math.log(q)
+        log_excess = np.logaddexp.reduce(log_terms + log_expm1, axis=1)
+        values[_IS_INTEGER] = np.logaddexp(0.0, log_excess) / (alpha[:, 0] - 1.0)
     return values
 
 

@@ -111,6 +111,7 @@ def given(
     shuffle,
     steps_per_epoch,
     epochs,
+    steps_per_execution,
     once_per_epoch,
     assume,
     train_size,
@@ -126,6 +127,7 @@ def given(
         shuffle: As given to `fit`; for the order of a `PyDataset`.
         steps_per_epoch: As given to `fit`.
         epochs: How many epochs the fit has.
+        steps_per_execution: Of the model.
         once_per_epoch: The caller's word that no record comes twice in an epoch; an
             epoch must have an end.
         assume: "poisson" is the caller's word that batches are Poisson samples.
@@ -144,6 +146,8 @@ def given(
         adapter.get_tf_dataset(), start, preprocess, adapter.num_batches
     )
     steps = steps_per_epoch or adapter.num_batches
+    if steps:  # Keras makes whole executions of an endless data set
+        steps = -(-steps // steps_per_execution) * steps_per_execution
     plan = optimizer.plan_run(steps and steps * epochs, train_size, drawn=False)
     phase = _phase(
         optimizer,

@@ -71,6 +71,8 @@ class StepInterface(MixIn):
             first = int(self.iterations.numpy())
             return run_plan.schedule_values(self._learning_rate, first, steps)
 
+        # A fit without steps is planned as one of one step.
+        steps = None if steps is None else max(1, steps)
         size = self.resolve_batch_size(None)
         if self._train_size is not None:
             train_size = train_size or int(self._train_size.numpy())

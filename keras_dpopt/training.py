@@ -116,8 +116,9 @@ class PrivateTraining(PrivateSaving):
     ):
         """Trains the model privately; the arguments up to `validation_freq` are Keras'.
 
-        With arrays, each step draws a Poisson batch: every row is in it independently
-        with probability batch_size / N. An epoch is ceil(N / batch_size) steps.
+        With arrays, each step draws a Poisson batch (every row is in it independently
+        with probability batch_size / N), or the batch that the optimizer is accounted
+        for. An epoch is ceil(N / batch_size) steps.
 
         Args:
             x: Arrays; or a data set that the caller batched (`tf.data.Dataset`,
@@ -129,21 +130,19 @@ class PrivateTraining(PrivateSaving):
             verbose: As in Keras.
             callbacks: As in Keras; with `keras_dpopt.PrivacyBudget` among them the
                 training ends before the budget is exceeded.
-            validation_split: As in Keras. These rows are not trained on and not
-                protected.
+            validation_split: As in Keras. These rows are not protected.
             validation_data: As in Keras. Not protected.
             shuffle: Must be `True` with arrays, because batches are drawn at random;
                 as in Keras with a `PyDataset`.
             class_weight: As in Keras; multiplies a record's loss before the clip.
             sample_weight: As in Keras; multiplies a record's loss before the clip.
-            initial_epoch: As in Keras.
-            steps_per_epoch: As in Keras.
-            validation_steps: As in Keras.
-            validation_batch_size: As in Keras.
-            validation_freq: As in Keras.
-            sampler: `PoissonSampler()` (default) or `FixedSizeSampler()`, with arrays.
-            once_per_epoch: With a data set: the caller's word that no record is in two
-                batches of an epoch.
+            initial_epoch: As in Keras, as the next four.
+            steps_per_epoch: See `initial_epoch`.
+            validation_steps: See `initial_epoch`.
+            validation_batch_size: See `initial_epoch`.
+            validation_freq: See `initial_epoch`.
+            sampler: `PoissonSampler()` or `FixedSizeSampler()`, with arrays.
+            once_per_epoch: With a data set: no record is in two batches of an epoch.
             assume: With a data set: "poisson" is the caller's word that its batches are
                 Poisson samples of `train_size` records.
             train_size: With a data set: number N of its records.
@@ -171,6 +170,7 @@ class PrivateTraining(PrivateSaving):
                 shuffle=shuffle,
                 steps_per_epoch=steps_per_epoch,
                 epochs=max(0, epochs - initial_epoch),
+                steps_per_execution=self.steps_per_execution,
                 once_per_epoch=once_per_epoch,
                 assume=assume,
                 train_size=train_size,

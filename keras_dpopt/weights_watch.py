@@ -46,4 +46,6 @@ class WeightsWatch:
         return int(self._changes) > 0
 
     def _digest(self) -> tf.Tensor:
-        return weights_digest([tf.convert_to_tensor(v.value) for v in self._variables])
+        # Never _UNKNOWN, as that of weights that are all zero would be.
+        values = [tf.convert_to_tensor(v.value) for v in self._variables]
+        return tf.bitwise.bitwise_or(weights_digest(values), tf.constant(1, tf.int64))

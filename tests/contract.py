@@ -71,7 +71,6 @@ class Kind:
 # An epsilon or a floor that the second moment is nothing against.
 _FLAT = {"linear": {"epsilon": 1e4}, "factor": 1e-4}
 _FLOORED = {"linear": {"variance_floor": 1e8}, "factor": 1e-4}
-N_OF_STEPS = 16  # Training records of `white_noise`; a batch is a quarter of them.
 
 KINDS = {
     "BAM": Kind(changed=({"base": "adam"},), evaluations=2),

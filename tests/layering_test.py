@@ -61,9 +61,10 @@ _RANKS = {
     "gaussian_mechanism": (2, 2),
     "foreign_mechanism": (2, 2),
     "adaptive_mechanism": (2, 3),
-    "correlated_mechanism": (2, 3),
-    "langevin_mechanism": (2, 3),
-    "matrix_mechanism": (2, 4),
+    "planned_mechanism": (2, 3),
+    "correlated_mechanism": (2, 4),
+    "langevin_mechanism": (2, 4),
+    "matrix_mechanism": (2, 5),
     "mechanisms": (2, 4),
     # What runs the parts, and what remembers that they ran.
     "losses": (3, 0),

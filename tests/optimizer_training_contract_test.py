@@ -17,7 +17,7 @@ from keras_dpopt import private_step
 
 
 SHAPES = ((30, 50), (500,))
-CLIP, SIGMA, BATCH = 0.5, 2.0, 4
+CLIP, SIGMA, BATCH, RECORDS = 0.5, 2.0, 4, 16
 RATES = (0.1, 0.3)
 EMA = {"use_ema": True, "ema_momentum": 0.5, "ema_warmup": True}
 
@@ -37,7 +37,7 @@ def _white_noise(cls):
     model = helpers.rows_model(optimizer, *SHAPES)
     optimizer.build(model.trainable_variables)
     watch, record = contract.Watch(model, 2), contract.Record()
-    x = np.zeros((contract.N_OF_STEPS, model.size), "f4")
+    x = np.zeros((RECORDS, model.size), "f4")
     model.fit(x, helpers.targets(x), steps_per_epoch=2, verbose=0, callbacks=[record])
     return model, watch, record, arguments
 
@@ -53,7 +53,7 @@ def _replayed(cls, watch, record, arguments, step):
             named[name].assign(value)
     gradient = helpers.privatized(watch.gradient(step), watch.stddev(step))
     constant.resolve_batch_size(None)
-    constant.resolve_train_size(contract.N_OF_STEPS)
+    constant.resolve_train_size(RECORDS)
     constant.apply(gradient, variables)
     return [v.numpy() for v in variables]
 
@@ -142,14 +142,10 @@ def _operations(spy) -> dict[str, int]:
     (concrete,) = function._list_all_concrete_functions()
     assert not concrete.captured_inputs  # All that it works on goes in.
     args, _ = concrete.structured_input_signature
-
-    def value(spec):
-        if isinstance(spec, tf.TensorSpec):
-            return tf.zeros(spec.shape, spec.dtype)
-        is_variable = hasattr(spec, "trainable")
-        return tf.Variable(tf.zeros(spec.shape)) if is_variable else spec
-
-    zeros = tf.nest.map_structure(value, args)
+    zeros = tf.nest.map_structure(
+        lambda s: tf.zeros(s.shape, s.dtype) if isinstance(s, tf.TensorSpec) else s,
+        args,
+    )
     text = function.experimental_get_compiler_ir(*zeros)(stage="hlo")
     found = re.findall(r"= \S+ ([a-z-]+)\(", text)
     return {name: found.count(name) for name in found}
