@@ -6,6 +6,8 @@ from typing import Any
 import keras
 from keras import ops
 
+__all__ = ["WeightStandardizedConv2D"]
+
 # The floor of var * fan_in of a filter, of De et al.: a filter of equal entries, whose
 # variance is zero, comes out as zeros.
 _FLOOR = 1e-4

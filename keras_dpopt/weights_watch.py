@@ -46,6 +46,7 @@ class WeightsWatch:
         return int(self._changes) > 0
 
     def _digest(self) -> tf.Tensor:
-        # Never _UNKNOWN, as that of weights that are all zero would be.
         values = [tf.convert_to_tensor(v.value) for v in self._variables]
-        return tf.bitwise.bitwise_or(weights_digest(values), tf.constant(1, tf.int64))
+        digest = weights_digest(values)
+        # Never _UNKNOWN, as that of weights that are all zero would be.
+        return tf.where(tf.equal(digest, _UNKNOWN), tf.constant(-1, tf.int64), digest)

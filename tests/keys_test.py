@@ -23,8 +23,13 @@ def test_a_seed_gives_the_same_keys_and_none_gives_new_ones():
 @pytest.mark.parametrize("seed", [None, 7])
 def test_each_purpose_has_a_key_of_its_own(seed):
     keys = SecretKeys(seed)
-    assert len(set(_keys(keys))) == 3
-    assert [int(keys.noise), int(keys.sampler), int(keys.layers)] == _keys(keys)
+    assert len(set(_keys(keys))) == 4
+    assert [
+        int(keys.noise),
+        int(keys.sampler),
+        int(keys.layers),
+        int(keys.weights),
+    ] == _keys(keys)
 
 
 def test_restoring_what_was_exported_gives_the_same_keys():

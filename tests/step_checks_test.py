@@ -7,7 +7,7 @@ import tensorflow as tf
 import tiny
 
 import keras_dpopt
-from keras_dpopt import step_checks
+from keras_dpopt import step_checks, weights_watch
 
 X, Y = tiny.rows()
 CHANGED = "changed outside the private training step"
@@ -189,3 +189,15 @@ def test_two_private_models_do_not_train_the_same_weights_at_once():
         tiny.fit(first, X, Y, batch_size=4, callbacks=[TrainsTheOther()])
     tiny.fit(second, X, Y, batch_size=4)
     assert tiny.steps(second) == 6
+
+
+def test_all_zero_weights_are_watched_too():
+    """Their digest must not pass for "unknown"."""
+    variable = keras.Variable(np.zeros(3), dtype="float32")
+    watch = weights_watch.WeightsWatch([variable])
+    watch.start()
+    watch.compare()
+    assert not watch.noticed()
+    variable.assign(np.ones(3))
+    watch.compare()
+    assert watch.noticed()

@@ -30,7 +30,8 @@ class BAM(DPOptimizer):
         radius: r of the approximate form, positive. Defaults to 0.05. With
             lambda > r it extrapolates.
         exact: Whether to use the Hessian-vector product; both forms take two backward
-            passes. Defaults to `False`.
+            passes. LSTM and GRU layers need the approximate form with the vectorized
+            engine. Defaults to `False`.
         base: "sgd" (the default), "adam" or "adamw" ("adam" with `weight_decay` 0.01
             unless it is given).
         momentum: Of base="sgd", in [0, 1). Defaults to 0.

@@ -57,7 +57,7 @@ class DOPPLER(DPOptimizer):
         >>> optimizer = DOPPLER(
         ...     a=a[1:], b=b, l2_norm_clip=1.0, noise_multiplier=1.1)
         >>> round(optimizer.filter.steady_gain, 4)
-        0.1112
+        0.1097
     """
 
     def __init__(
