@@ -43,7 +43,7 @@ _TRIED: dict[str, tuple[tuple[float, ...], dict]] = {
     "DPSGLD": ((5e-4, 2e-3), {"temperature": 0.01}),
     "DiSK": ((0.003, 0.01), {}),
     "FiBeR": ((0.003, 0.01), {"variance_floor": 1e-4}),
-    "MFDPFTRL": ((0.05, 0.2), {}),
+    "MFDPFTRL": ((0.05, 0.2), {"bands": 3}),
 }
 
 
