@@ -81,7 +81,11 @@ class StepInterface(MixIn):
         )
 
     def noise_multipliers(self) -> tuple[float, ...]:
-        """Returns the noise multipliers of one step, for the ledger."""
+        """Returns the noise multipliers of one step, as the constructor's sigma has it.
+
+        A mechanism that plans its run tells the ledger others: `DPSGLD` those of the
+        schedule (sigma is the least here), `DPFTRL` those of a whole tree.
+        """
         state = self.mechanism_state() if self.built else self.mechanism.initial_state()
         of_one = self.mechanism.noise_multipliers(state, self.expected_batch_size)
         return of_one * self.query.stages
