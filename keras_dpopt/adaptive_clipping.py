@@ -11,7 +11,13 @@ import keras
 import tensorflow as tf
 
 from keras_dpopt import arguments, clipping, validation
-from keras_dpopt.clipping_styles import MOST_CLIP, ClippingStyle, set_fields
+from keras_dpopt.clipping_styles import (
+    MOST_CLIP,
+    ClippingStyle,
+    FlatClipping,
+    joint_bound,
+    set_fields,
+)
 
 # See `arguments.check_clip`.
 _LEAST_CLIP = 1e-20
@@ -110,6 +116,19 @@ class AdaptiveClipping(ClippingStyle):
         below = norm.bound <= limit
         centred = tf.where(below, tf.constant(0.5), tf.constant(-0.5))
         return tuple(clipping.apply_factor(norm, factor)), centred
+
+    def factors_and_counts(
+        self, bounds: Any, l2_norm_clip: Any
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """As `clip_and_count`, from bounds of the parts' norms, `[m, parts]`.
+
+        Returns:
+            The factors of all parts, float64 `[m, parts]`, and b_i - 1/2, `[m]`.
+        """
+        joint = joint_bound(bounds)
+        limit = clipping.exact_limit(l2_norm_clip)
+        factors = FlatClipping().factors(bounds, limit, None)
+        return factors, tf.where(joint <= limit, 0.5, -0.5)
 
     def count_stddev(self, expected_batch_size: Any) -> Any:
         """Returns s_b, for a number or a tensor B."""

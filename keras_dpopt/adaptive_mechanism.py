@@ -63,6 +63,16 @@ class AdaptiveMechanism(GaussianMechanism):
         """Returns the clipped record and its centred count."""
         return self.style.clip_and_count(tf.nest.flatten(record), params)
 
+    def clip_factors(self, params, bounds):
+        """See `GaussianMechanism.clip_factors`."""
+        factors, centred = self.style.factors_and_counts(bounds, params)
+
+        def finish(sums, mask):
+            counted = tf.where(mask, centred, tf.zeros_like(centred))
+            return tuple(sums), tf.reduce_sum(counted)
+
+        return factors, finish
+
     def zero_sum(self, record_specs):
         """Returns the sums over no records: of clipped records, and of counts."""
         return super().zero_sum(record_specs), tf.zeros(())

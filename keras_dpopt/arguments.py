@@ -38,7 +38,7 @@ _REFUSED = {
     "loss_scale_factor": "the training step scales float16 losses itself",
 }
 
-_ENGINES = ("auto", "vectorized", "loop")
+_ENGINES = ("auto", "bookkeeping", "vectorized", "loop")
 
 # Below it the noise and the update, float32, come out as 0 or lose their bits.
 _SMALLEST_CLIP = 1e-20

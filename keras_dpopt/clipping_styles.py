@@ -57,6 +57,22 @@ class ClippingStyle:
             "`mechanisms.make`, which chooses the mechanism that can."
         )
 
+    def factors(self, bounds: Any, l2_norm_clip: Any, groups: Any) -> tf.Tensor:
+        """Returns what the parts of records are to be multiplied by.
+
+        Args:
+            bounds: Float64 `[m, parts]`, upper bounds of the norms of the parts.
+            l2_norm_clip: C, a number or a scalar tensor.
+            groups: As in `clip`.
+
+        Returns:
+            Float64 in the shape of `bounds`. A record multiplied by them has an exact
+            norm of at most C; one with a bound that is not finite gets zeros.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has no factors for norms. Clip whole records."
+        )
+
     def check(self, l2_norm_clip: float, noise_multiplier: float) -> None:
         """Raises where the style cannot serve this C and sigma."""
         del noise_multiplier
@@ -120,6 +136,12 @@ class FlatClipping(ClippingStyle):
         del groups
         return clipping.clip_record(record, l2_norm_clip)
 
+    def factors(self, bounds, l2_norm_clip, groups):
+        """See `ClippingStyle.factors`; the layers do not matter."""
+        del groups
+        joint = joint_bound(bounds)
+        return _for_all(clipping.abadi_factor(joint, l2_norm_clip), bounds)
+
     def check(self, l2_norm_clip, noise_multiplier):
         """Takes every C that `arguments.check_clip` takes."""
 
@@ -173,6 +195,13 @@ class AutomaticClipping(ClippingStyle):
         factor = clipping.automatic_factor(norm.bound, l2_norm_clip, self.stability)
         return clipping.apply_factor(norm, factor)
 
+    def factors(self, bounds, l2_norm_clip, groups):
+        """See `ClippingStyle.factors`; the layers do not matter."""
+        del groups
+        joint = joint_bound(bounds)
+        factor = clipping.automatic_factor(joint, l2_norm_clip, self.stability)
+        return _for_all(factor, bounds)
+
 
 @keras.saving.register_keras_serializable("keras_dpopt")
 @dataclasses.dataclass(frozen=True)
@@ -210,16 +239,7 @@ class PerLayerClipping(ClippingStyle):
             ValueError: if `groups` is `None`, or not as long as the record.
         """
         record = tuple(record)
-        if groups is None:
-            raise ValueError(
-                "Per-layer clipping has not been told which tensors of a record make "
-                "a layer. Use the mechanism that `built_for(groups)` returns."
-            )
-        if len(groups) != len(record):
-            raise ValueError(
-                f"The record has {len(record)} tensors, and the layers of "
-                f"{len(groups)} are known. Build the mechanism for this record."
-            )
+        groups = _checked_groups(groups, len(record))
         numbers = sorted(set(groups))
         norms = [
             clipping.norm_upper_bound(
@@ -242,6 +262,45 @@ class PerLayerClipping(ClippingStyle):
             factor = tf.where(finite, factor, tf.zeros_like(factor))
             parts[n] = iter(clipping.apply_factor(norm, factor))
         return [next(parts[group]) for group in groups]
+
+    def factors(self, bounds, l2_norm_clip, groups):
+        """See `ClippingStyle.factors`."""
+        groups = _checked_groups(groups, bounds.shape[1])
+        numbers = sorted(set(groups))
+        share = _equal_share(l2_norm_clip, len(numbers))
+        of_layer = {}
+        for n in numbers:
+            own = [i for i, group in enumerate(groups) if group == n]
+            joint = joint_bound(tf.gather(bounds, own, axis=1))
+            of_layer[n] = clipping.abadi_factor(joint, share)
+        factors = tf.stack([of_layer[group] for group in groups], axis=1)
+        finite = tf.reduce_all(tf.math.is_finite(bounds), axis=1, keepdims=True)
+        return tf.where(finite, factors, tf.zeros_like(factors))
+
+
+def joint_bound(bounds: Any) -> tf.Tensor:
+    """Bounds the norm of records from the bounds of their parts, `[m, parts]`."""
+    # The sum and the root are each wrong by at most parts * 2^-53 of it.
+    slack = 1.0 + (bounds.shape[1] + 4) * 2.0**-53
+    return tf.sqrt(tf.reduce_sum(tf.square(bounds), axis=1)) * slack
+
+
+def _for_all(factor: Any, bounds: Any) -> tf.Tensor:
+    return tf.tile(factor[:, tf.newaxis], [1, bounds.shape[1]])
+
+
+def _checked_groups(groups: tuple[int, ...] | None, parts: int) -> tuple[int, ...]:
+    if groups is None:
+        raise ValueError(
+            "Per-layer clipping has not been told which tensors of a record make "
+            "a layer. Use the mechanism that `built_for(groups)` returns."
+        )
+    if len(groups) != parts:
+        raise ValueError(
+            f"The record has {parts} tensors, and the layers of {len(groups)} are "
+            "known. Build the mechanism for this record."
+        )
+    return groups
 
 
 def _equal_share(l2_norm_clip: Any, groups: int) -> tf.Tensor:

@@ -260,6 +260,11 @@ def element_rows(element) -> dict[str, Any]:
     return _record(*tensors(keras_compat.unpack_x_y_sample_weight(element)))
 
 
+def preprocessed_rows(rows: dict, preprocess: Callable | None) -> dict:
+    """Rows as a model with this preprocessor gets them."""
+    return rows if preprocess is None else _preprocessed(preprocess, rows)
+
+
 def number_of_rows(rows: dict) -> int:
     """How many rows there are."""
     return int(tf.nest.flatten(rows)[0].shape[0])

@@ -48,7 +48,7 @@ def of_run(model: Any) -> str | None:
         "compile": model.get_compile_config(),
         "phase": dataclasses.asdict(source.phase) | {"seeded": None},
         "batch": optimizer.expected_batch_size,
-        "engine": model.private_step.engine.name,
+        "engine": model.private_step.microbatch.engine.name,
         "versions": [tf.__version__, keras.__version__, platform.machine()],
         "devices": [device.name for device in tf.config.list_logical_devices()],
         "floatx": keras.config.floatx(),

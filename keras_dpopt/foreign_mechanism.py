@@ -33,6 +33,7 @@ class ForeignMechanism:
     is_correlated = False
     follows_schedule = False
     noise_multiplier = None
+    clip_factors = None  # the query wants records, not their norms
     sampler = sampling.PoissonSampler()
 
     def __init__(self, query):

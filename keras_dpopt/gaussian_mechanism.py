@@ -85,6 +85,10 @@ class GaussianSumQuery(tf_privacy.SumAggregationDPQuery):
         clipped = self._style.clip(tf.nest.flatten(record), params, self._groups)
         return tf.nest.pack_sequence_as(record, clipped)
 
+    def clip_factors(self, params, bounds):
+        """The factors by which `preprocess_record` clips records of these bounds."""
+        return self._style.factors(bounds, params, self._groups)
+
     def get_noised_result(self, sample_state, global_state):
         """Implements `SumAggregationDPQuery.get_noised_result`."""
         key, step, stddev = global_state.key, global_state.step, global_state.stddev
@@ -248,6 +252,21 @@ class GaussianMechanism:
     def preprocess_record(self, params, record) -> Any:
         """Clips one record, all its tensors jointly."""
         return self._query.preprocess_record(params, record)
+
+    def clip_factors(self, params, bounds) -> tuple[Any, Any]:
+        """Returns what clips records of which only norms are known.
+
+        Args:
+            params: What `sample_params` returned.
+            bounds: Float64 `[m, parts]`, upper bounds of the norms of their parts.
+
+        Returns:
+            The factors of all parts, `[m, parts]`, and the function that makes the sum
+            of preprocessed records from the sums of the clipped parts and a mask `[m]`
+            of the records in it.
+        """
+        factors = self._query.clip_factors(params, bounds)
+        return factors, lambda sums, mask: tuple(sums)
 
     def zero_sum(self, record_specs) -> Any:
         """Returns the sum over no records, whose shapes are those of the specs."""

@@ -81,6 +81,7 @@ class RecordLoss:
         self._overrides_loss = keras_compat.overrides_compute_loss(model)
         compiled = keras_compat.compiled_losses(model)
         self._compiled = compiled and keras_compat.record_loss(compiled, single_loss)
+        self._of_rows = compiled and keras_compat.record_loss(compiled, row_losses)
         # A crop is drawn once for a batch: the copies would all get the same.
         self._in_one_call = not any(
             isinstance(layer, keras.layers.RandomCrop)
@@ -123,6 +124,53 @@ class RecordLoss:
         loss = _mean([outputs.loss for outputs in evaluated])
         return dataclasses.replace(evaluated[0], loss=loss)
 
+    def on_batch(self, weights, other_values, states, rows) -> RecordOutputs:
+        """Evaluates all records of a batch in one call of the model.
+
+        Args:
+            weights: Values of the trainable variables.
+            other_values: Values of the other variables.
+            states: `[number of seed generators, 2]`, their states.
+            rows: As `record`, with a batch axis of unknown size.
+
+        Returns:
+            The outputs, of which all have a batch axis; the loss of several copies is
+            their mean.
+
+        Raises:
+            NotImplementedError: if the loss is more than what comes of the model's
+                outputs.
+            UnsupportedModelError: if a layer writes batch data into the model's state.
+        """
+        if self._overrides_loss or self._of_rows is None or not self._in_one_call:
+            raise NotImplementedError(
+                "the loss is the model's own, or copies are drawn"
+            )
+        copies = self._copies
+        repeated = tf.nest.map_structure(
+            lambda t: t if copies == 1 else tf.repeat(t, copies, axis=0), rows
+        )
+        mapping = [
+            *zip(self._trainable, weights, strict=True),
+            *zip(self._other, other_values, strict=True),
+            *zip(self._seed_states, tf.unstack(states), strict=True),
+        ]
+        with keras.StatelessScope(mapping, collect_losses=True) as scope:
+            before = keras_compat.state_of(scope)
+            y_pred = keras_compat.call_for_training(self._model, repeated["x"])
+            if keras_compat.collected_losses(scope):
+                raise NotImplementedError("a layer adds a loss of its own")
+            losses = self._of_rows(
+                repeated.get("y"), y_pred, repeated.get("sample_weight")
+            )
+            self._refuse_writes(before, keras_compat.state_of(scope))
+        losses = ops.mean(ops.reshape(ops.cast(losses, "float32"), (-1, copies)), 1)
+        masks = _masks(y_pred)
+        if copies > 1:
+            first = lambda t: t[::copies]  # noqa: E731
+            y_pred, masks = tf.nest.map_structure(first, (y_pred, masks))
+        return RecordOutputs(losses, y_pred, masks)
+
     def _call(self, values, states, batch, copies):
         """Calls the model once, on so many copies.
 
@@ -142,14 +190,7 @@ class RecordLoss:
             loss = _mean([self._total(x, y, r, sample_weight, scope) for r in rows])
             after = keras_compat.state_of(scope)
             self._refuse_writes(before, after)
-        masks = {
-            str(i): mask
-            for i, mask in enumerate(
-                map(keras_compat.keras_mask, tf.nest.flatten(rows[0]))
-            )
-            if mask is not None
-        }
-        outputs = RecordOutputs(ops.cast(loss, "float32"), rows[0], masks)
+        outputs = RecordOutputs(ops.cast(loss, "float32"), rows[0], _masks(rows[0]))
         return outputs, [after[id(state)] for state in self._seed_states]
 
     def _total(self, x, y, y_pred, sample_weight, scope):
@@ -193,6 +234,12 @@ class RecordLoss:
             "GroupNormalization or LayerNormalization instead of batch statistics, or "
             "freeze the layer (`layer.trainable = False`)."
         )
+
+
+def _masks(y_pred: Any) -> dict[str, Any]:
+    """The Keras masks of outputs, by index; only those that exist."""
+    masks = map(keras_compat.keras_mask, tf.nest.flatten(y_pred))
+    return {str(i): mask for i, mask in enumerate(masks) if mask is not None}
 
 
 def _mean(losses: list) -> Any:
@@ -248,27 +295,61 @@ def single_loss(loss, y_true, y_pred, sample_weight):
     if type(loss).__call__ is not keras_compat.Loss.__call__:
         value = ops.mean(loss(y_true, y_pred))
         return value if sample_weight is None else value * ops.mean(sample_weight)
+    return _reduced(loss, y_true, y_pred, sample_weight, rows=False)
+
+
+def row_losses(loss, y_true, y_pred, sample_weight):
+    """Returns `single_loss` of every record of a batch, `[m]`.
+
+    Keras' own losses are called once, and any other function once for each record, so
+    that it cannot mix them.
+    """
+    if keras_compat.is_own_loss(loss):
+        losses = _reduced(loss, y_true, y_pred, sample_weight, rows=True)
+        if losses is not None:
+            return losses
+    mask = keras_compat.keras_mask(y_pred)
+    parts = {"y": y_true, "y_pred": y_pred, "weight": sample_weight, "mask": mask}
+    given = {name: part for name, part in parts.items() if part is not None}
+
+    def one(record):
+        row = tf.nest.map_structure(lambda t: t[tf.newaxis], record)
+        if mask is not None:
+            keras_compat.set_keras_mask(row["y_pred"], row["mask"])
+        return single_loss(loss, row.get("y"), row["y_pred"], row.get("weight"))
+
+    return tf.vectorized_map(one, given)
+
+
+def _reduced(loss, y_true, y_pred, sample_weight, rows: bool):
+    """The loss of all elements reduced to one number, or to one for each row.
+
+    Returns `None` for rows if the loss has no number for each.
+    """
     in_mask = keras_compat.keras_mask(y_pred)
     y_true, y_pred = keras.tree.map_structure(
         lambda t: ops.convert_to_tensor(t, dtype=loss.dtype), (y_true, y_pred)
     )
     values = ops.convert_to_tensor(loss.call(y_true, y_pred))
+    if rows and (not values.shape.rank or values.shape[0] is not None):
+        return None
+    axes = list(range(1, values.shape.rank)) if rows else None
     mask = _joined(in_mask, keras_compat.keras_mask(values))
     weight = ops.ones_like(values)
     if mask is not None:
         weight = weight * _broadcast(ops.cast(mask, values.dtype), values)
-    counted = ops.sum(weight)
+    counted = ops.sum(weight, axis=axes)
     factor = 1.0
     if sample_weight is not None:
         sample_weight = ops.cast(sample_weight, values.dtype)
-        if sample_weight.shape.num_elements() == 1:
-            factor = ops.reshape(sample_weight, ())
+        if sample_weight.shape[1:].num_elements() == 1:
+            factor = ops.reshape(sample_weight, (-1,) if rows else ())
         else:
             weight = weight * _broadcast(sample_weight, values)
             if loss.reduction == "mean_with_sample_weight":
-                counted = ops.sum(weight)
+                counted = ops.sum(weight, axis=axes)
     # Masked elements drop out by select: what they hold may not be finite.
-    total = ops.sum(ops.where(weight == 0, 0.0, values * weight))
+    total = ops.sum(ops.where(weight == 0, 0.0, values * weight), axis=axes)
     if loss.reduction == "sum":
         return total * factor
     return ops.divide_no_nan(total, counted) * factor

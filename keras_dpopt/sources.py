@@ -1,9 +1,10 @@
 """Where the batches of one fit come from, and what the ledger says of them."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from keras_dpopt import (
@@ -13,6 +14,7 @@ from keras_dpopt import (
     fit_arguments,
     keras_compat,
     sampling,
+    tried_rows,
 )
 from keras_dpopt.ledger import Phase
 
@@ -30,6 +32,8 @@ class Source:
         rows: The rows drawn from; or `None`.
         validation_data: What was held out of the arrays; or `None`.
         notes: Sentences for the ledger.
+        some_rows: Returns a few rows as the model gets them, or `None` where looking at
+            them would take them away.
     """
 
     batches: tf.data.Dataset
@@ -39,6 +43,7 @@ class Source:
     rows: data.Rows | None = None
     validation_data: Any = None
     notes: tuple[str, ...] = ()
+    some_rows: Callable[[], dict | None] = lambda: None
 
 
 def drawn(
@@ -99,7 +104,8 @@ def drawn(
 
     batches = data.drawn_batches(rows, draw, start, steps, preprocess)
     phase = _phase(optimizer, plan, sampling=sampler.kind, train_size=rows.size)
-    return Source(batches, phase, start, None, rows, validation_data, notes)
+    some_rows = functools.partial(tried_rows.of_rows, rows.values, preprocess)
+    return Source(batches, phase, start, None, rows, validation_data, notes, some_rows)
 
 
 def given(
@@ -157,7 +163,8 @@ def given(
         once_per_epoch=once_per_epoch,
         assume=assume,
     )
-    return Source(batches, phase, start, adapter, notes=notes)
+    some_rows = functools.partial(tried_rows.of_data_set, x, adapter, preprocess)
+    return Source(batches, phase, start, adapter, notes=notes, some_rows=some_rows)
 
 
 def single(optimizer) -> Phase:
@@ -168,14 +175,10 @@ def single(optimizer) -> Phase:
 
 def _check_given(preprocess, x, adapter) -> tuple[str, ...]:
     """Tries the preprocessing on a batch, where looking at it takes none away."""
-    looks = 8  # a batch that is a Poisson sample may be empty
-    if isinstance(x, keras.utils.PyDataset):
-        elements = (x[i] for i in range(min(looks, adapter.num_batches or looks)))
-    elif isinstance(x, tf.data.Dataset):
-        elements = iter(adapter.get_tf_dataset().take(looks))
-    else:
+    looked_at = tried_rows.elements(x, adapter)
+    if looked_at is None:
         return (data.UNCHECKED,)
-    for element in elements:
+    for element in looked_at:
         rows = data.element_rows(element)
         if data.number_of_rows(rows) > 1:
             return data.check_preprocessing(preprocess, rows)

@@ -203,7 +203,7 @@ class PrivateTraining(PrivateSaving):
             steps_per_epoch = None  # the data set has as many batches an epoch
         if validation_data is None:
             validation_data = source.validation_data
-        size = self._prepare(source.batches.element_spec["rows"])
+        size = self._prepare(source.batches.element_spec["rows"], source.some_rows)
         if preprocess is not None and validation_data is not None:
             validation_data = data.preprocessed_batches(
                 validation_data, validation_batch_size or 32, preprocess
@@ -253,7 +253,8 @@ class PrivateTraining(PrivateSaving):
         size = self._prepare(
             tf.nest.map_structure(
                 lambda s: tf.TensorSpec([None, *s.shape[1:]], s.dtype), spec
-            )
+            ),
+            lambda: batch["rows"],
         )
         ledger.begin_phase(sources.single(optimizer), optimizer)
         try:
@@ -303,8 +304,12 @@ class PrivateTraining(PrivateSaving):
         """The preprocessing function of a model that brings one, or `None`."""
         return None
 
-    def _prepare(self, row_specs) -> int:
+    def _prepare(self, row_specs, some_rows) -> int:
         """Builds what is not built yet; returns the microbatch size.
+
+        Args:
+            row_specs: Specs of the rows, with an axis of records.
+            some_rows: Returns a few of the rows, or `None`.
 
         Raises:
             ValueError: if the trainable variables changed since the optimizer was
@@ -320,7 +325,7 @@ class PrivateTraining(PrivateSaving):
             )
         if self.private_step is None:
             step = PrivateStep(self, self._jit_microbatch, self.run_eagerly)
-            step.choose_engine(row_specs)
+            step.microbatch.choose_engine(row_specs, some_rows())
             self.private_step = step
         return self.optimizer.microbatch_size or data.microbatch_size(
             sum(math.prod(v.shape) for v in self.trainable_variables),

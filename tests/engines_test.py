@@ -30,13 +30,13 @@ def _warnings():
         logger.removeHandler(handler)
 
 
-def _text_model():
+def _text_model(**arguments):
     model = keras_dpopt.DPSequential(
         [
             keras.Input((4,), dtype="int32"),
             keras.layers.Embedding(5, 3, mask_zero=True),
             keras.layers.LSTM(2),
-            keras.layers.Dense(1),
+            keras.layers.Dense(1, **arguments),
         ]
     )
     return model, np.array([[1, 2, 0, 0], [3, 0, 0, 0], [4, 4, 2, 1]])
@@ -65,7 +65,7 @@ def _optimizer(cls=keras_dpopt.DPSGD, **arguments):
 
 
 def test_auto_falls_back_with_one_reason():
-    model, x = _text_model()
+    model, x = _text_model(activity_regularizer="l2")
     model.compile(_optimizer(), loss="mse")
     with _warnings() as warnings:
         model.train_on_batch(x, np.ones((3, 1)))
@@ -74,23 +74,24 @@ def test_auto_falls_back_with_one_reason():
     assert len(warnings) == 1
     (warning,) = warnings
     assert "'loop'" in warning and "'vectorized'" in warning
+    assert "'bookkeeping' cannot" in warning and "loss of its own" in warning
     assert model.name in warning and "Error: " in warning
     assert "\n" not in warning
-    assert model.private_step.engine is engines.ENGINES["loop"]
+    assert model.private_step.microbatch.engine is engines.ENGINES["loop"]
 
 
-def test_auto_takes_the_vectorized_engine_silently():
+def test_auto_takes_the_bookkeeping_engine_silently():
     model = helpers.mlp()
     model.compile(_optimizer(), loss=helpers.CROSSENTROPY)
     with _warnings() as warnings:
         model.train_on_batch(*helpers.classes(3))
     assert not warnings
-    assert model.private_step.engine is engines.ENGINES["vectorized"]
+    assert model.private_step.microbatch.engine is engines.ENGINES["bookkeeping"]
 
 
 @pytest.mark.parametrize("make", [_text_model, _grouped_model])
 def test_auto_equals_the_loop(make):
-    """Whether it falls back (masked LSTM) or not (grouped convolution)."""
+    """A masked LSTM and a grouped convolution."""
     weights = make()[0].get_weights()
     after = []
     for engine in ("auto", "loop"):

@@ -11,7 +11,7 @@ import tensorflow as tf
 from contract import every_optimizer
 
 import keras_dpopt
-from keras_dpopt import private_step
+from keras_dpopt import microbatch
 
 # ------------------------------------------------------- noise, schedule, average
 
@@ -177,7 +177,7 @@ def _three_steps(cls, monkeypatch=None, jit_compile=False, **arguments):
     optimizer.build(model.trainable_variables)
     watch, spy = contract.Watch(model, 3), _Spy()
     if monkeypatch:
-        monkeypatch.setattr(private_step, "tf", spy)
+        monkeypatch.setattr(microbatch, "tf", spy)
     contract.train(model, *helpers.classes(rows), steps=3)
     if monkeypatch:
         monkeypatch.undo()
@@ -186,7 +186,7 @@ def _three_steps(cls, monkeypatch=None, jit_compile=False, **arguments):
 
 def _clipped_alone(model, weight: float) -> float:
     """Norm of what a record of this weight adds to the clipped sum, at this state."""
-    step, optimizer = model.private_step, model.optimizer
+    step, optimizer = model.private_step.microbatch, model.optimizer
     weights = [tf.convert_to_tensor(v) for v in model.trainable_variables]
     zero = tf.constant(0, tf.int64)
     specs = optimizer.query.record_specs(weights)
@@ -194,12 +194,12 @@ def _clipped_alone(model, weight: float) -> float:
         tuple(tf.ones(s.shape) for s in specs)
         for _ in range(optimizer.query.stages - 1)
     ]
-    points = step._points(optimizer.step_state(weights, zero, released))
+    points = step.points(optimizer.step_state(weights, zero, released))
     x, y = helpers.classes(1)
     rows = {"x": x, "y": y, "sample_weight": np.array([weight], "f4")}
     rows = tf.nest.map_structure(tf.constant, rows)
-    seeds, one = step._seeds(zero, tf.range(1)), tf.constant(1)
-    total, _ = step._microbatch_sum(step.engine, points, rows, seeds, one, True)
+    seeds, one = step.seeds(zero, tf.range(1)), tf.constant(1)
+    total, _ = step(points, rows, seeds, one)
     return float(np.sqrt(sum(np.square(t, dtype="f8").sum() for t in total)))
 
 

@@ -28,6 +28,13 @@ class GradientProblem:
         loss_scale: Power of two that the loss is multiplied by before the derivative
             and each record divided by before its norm: float16 would underflow.
         names: Of the weights, for messages; without them they are numbered.
+        evaluate_batch: `(weights, seeds, rows) -> RecordOutputs` of all rows together,
+            with one state for each seed generator.
+        clip_factors: `(bounds [m, parts]) -> (factors [m, parts], finish)`, of the
+            mechanism: from upper bounds of the norms of a record's parts the factors
+            that clip it, and the function that makes a sum of preprocessed records of
+            the sums of its parts. `None` where the mechanism wants records.
+        static_shapes: Whether the shapes of all tensors have to be known.
     """
 
     evaluate: Callable[..., Any]
@@ -36,6 +43,9 @@ class GradientProblem:
     query: GradientQuery = GradientQuery()  # noqa: RUF009 - it is frozen
     loss_scale: float = 1.0
     names: tuple[str, ...] = ()
+    evaluate_batch: Callable[..., Any] | None = None
+    clip_factors: Callable[..., Any] | None = None
+    static_shapes: bool = True
 
 
 class GradientEngine(abc.ABC):
@@ -133,7 +143,7 @@ class RecordGradient:
             UnsupportedModelError: if it depends on none at all.
         """
         size = len(self._problem.points[0].weights)
-        _report_missing(sorted(self._missing), size, self._problem.names)
+        report_missing(sorted(self._missing), size, self._problem.names)
 
 
 def _dense(gradient, weight):
@@ -165,7 +175,7 @@ def clipped_record(problem: GradientProblem, record, seeds):
     }
 
 
-def _report_missing(missing: Sequence[int], weights: int, names: Sequence[str]):
+def report_missing(missing: Sequence[int], weights: int, names: Sequence[str]):
     """Says, as the step is traced, which weights the loss does not depend on."""
     if not missing:
         return
