@@ -23,13 +23,20 @@ import dataclasses
 import pathlib
 from typing import Any, ClassVar
 
-import matplotlib
 import numpy as np
 import scipy.linalg
 import tensorflow as tf
 from absl import app, flags
 
 from keras_dpopt import filters
+
+try:
+    import matplotlib
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"The examples need {error.name}. In the clone, run "
+        "`pip install '.[examples]'`."
+    ) from None
 
 matplotlib.use("Agg")  # a file, not a window
 import matplotlib.pyplot as plt  # noqa: E402

@@ -3,8 +3,9 @@
     python examples/mnist.py --method=DPSGD --target_epsilon=3
 
 The network is that of Papernot et al., "Tempered Sigmoid Activations for Deep Learning
-with Differential Privacy" (AAAI 2021), Table 1. Data comes through TensorFlow Datasets;
-where that has none and no network either, scikit-learn's digits take its place.
+with Differential Privacy" (AAAI 2021), Table 1. Data comes through TensorFlow Datasets:
+from --data_dir, or else from the network. Without both, the program says so and trains
+on scikit-learn's digits.
 """
 
 import socket
@@ -15,16 +16,28 @@ import keras
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import app, flags
-from sklearn import datasets, model_selection
 
 import keras_dpopt
+
+try:
+    from sklearn import datasets, model_selection
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"The examples need {error.name}. In the clone, run "
+        "`pip install '.[examples]'`."
+    ) from None
 
 # The learning rate that suits each method with the other flags at their defaults.
 _LEARNING_RATES = {"DPSGD": 0.5, "DPAdam": 2e-3, "DPAdamW": 2e-3, "FiBeR": 2e-3}
 
 FLAGS = flags.FLAGS
 flags.DEFINE_enum("dataset", "mnist", ["mnist", "fashion_mnist"], "TFDS data set.")
-flags.DEFINE_string("data_dir", None, "Where TFDS keeps its data sets.")
+flags.DEFINE_string(
+    "data_dir",
+    None,
+    "Folder in which TFDS keeps its data sets, with mnist/3.0.1 in it, say; it is "
+    "filled from the network where it has none. By default TFDS' own, in your home.",
+)
 flags.DEFINE_enum("method", "DPSGD", list(_LEARNING_RATES), "Private optimizer.")
 flags.DEFINE_float("target_epsilon", 3.0, "Epsilon to spend.", lower_bound=0.0)
 flags.DEFINE_float("delta", 1e-5, "Delta.", lower_bound=0.0, upper_bound=1.0)

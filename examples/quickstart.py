@@ -1,4 +1,4 @@
-"""Private training in five minutes: scikit-learn's digits, 1,797 real images.
+"""Private training in under three minutes: scikit-learn's digits, 1,797 images.
 
     python examples/quickstart.py
 
@@ -12,11 +12,18 @@ import pathlib
 import time
 
 import keras
-import matplotlib
 from absl import app, flags
-from sklearn import datasets, model_selection
 
 import keras_dpopt
+
+try:
+    import matplotlib
+    from sklearn import datasets, model_selection
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"The examples need {error.name}. In the clone, run "
+        "`pip install '.[examples]'`."
+    ) from None
 
 matplotlib.use("Agg")  # a file, not a window
 import matplotlib.pyplot as plt  # noqa: E402

@@ -76,3 +76,8 @@ __all__ = [
     "noise_multiplier",
     "posterior_predict",
 ]
+
+
+def __dir__():
+    """The public names alone: the modules behind them are not for users."""
+    return sorted([*__all__, "__version__", "__doc__", "__file__", "__path__"])

@@ -4,17 +4,20 @@
     noise_multiplier(target_epsilon=, delta=, train_size=, batch_size=, epochs=)
 
 are inverses of each other. Both take accountant="rdp" (Renyi DP, the default) or
-"pld" (privacy loss distributions). What they compose is built in dp_events.py and
-composed in composition.py; the names that the ledger needs are passed on from there.
+"pld" (privacy loss distributions), and the sampler of the fit. An optimizer that costs
+something else than one release a step tells its own cost to `noise_multiplier`. What
+they compose is built in dp_events.py and composed in composition.py; the names that the
+ledger needs are passed on from there.
 
 The module needs neither Keras nor TensorFlow.
 """
 
-import functools
-import math
 from collections.abc import Callable
+from typing import Any
 
-from keras_dpopt import validation
+import dp_accounting
+
+from keras_dpopt import argument_names, noise_search, validation
 from keras_dpopt.composition import (
     ACCOUNTANTS,
     Release,
@@ -58,9 +61,6 @@ __all__ = [
     "training_steps",
     "unsampled_event",
 ]
-
-# A calibrated noise multiplier stays below the target epsilon by less than this.
-_CALIBRATION_TOLERANCE = 1e-5
 
 
 def steps_per_epoch(train_size: int, batch_size: int) -> int:
@@ -109,6 +109,12 @@ def training_steps(train_size: int, batch_size: int, epochs: int) -> int:
     return epochs * steps_per_epoch(train_size, batch_size)
 
 
+@argument_names.explained(
+    {
+        **argument_names.PRIVACY_NAMES,
+        "target_epsilon": "keras_dpopt.`noise_multiplier` takes it, the inverse",
+    }
+)
 def epsilon(
     *,
     noise_multiplier: float,
@@ -116,9 +122,10 @@ def epsilon(
     train_size: int,
     batch_size: int,
     epochs: int,
+    sampler: Any = None,
     accountant: str = "rdp",
 ) -> float:
-    """Returns the epsilon of a fit with Poisson batches and Gaussian noise.
+    """Returns the epsilon of a fit on arrays with one Gaussian release a step.
 
     The composition of T = epochs * ceil(N / b) Poisson-subsampled Gaussian mechanisms
     with sampling probability q = b / N (Mironov et al., arXiv:1908.10530).
@@ -130,17 +137,22 @@ def epsilon(
         train_size: N, the number of training examples, at least 1.
         batch_size: b, the expected batch size, 1 to N.
         epochs: The number of epochs, at least 1.
-        accountant: "rdp" (as TF Privacy's default) or "pld" (tighter, slower).
+        sampler: `FixedSizeSampler()` for batches of a fixed size, under the
+            replace-one relation; `None` is Poisson sampling.
+        accountant: "rdp" (as TF Privacy's default) or "pld" (tighter, slower; not with
+            fixed-size batches).
 
     Returns:
         Epsilon, at least 0; infinity without noise.
 
     Raises:
         ValueError: An argument is out of its range.
+        TypeError: An argument is unknown, missing or of the wrong type.
 
     Privacy:
-        Holds for batches drawn by Poisson sampling, as `fit` on arrays draws them. For
-        batches made in another way it is not a guarantee.
+        Holds for batches drawn by the sampler, as `fit` on arrays draws them, and for
+        optimizers with one release a step: all but `DPSAM`, `DPSGLD`, `MFDPFTRL` and
+        `DPFTRL`. `optimizer.planned_epsilon(...)` is right for these as well.
 
     Example:
         >>> round(epsilon(noise_multiplier=1.1, delta=1e-5, train_size=60000,
@@ -149,11 +161,12 @@ def epsilon(
     """
     delta = validation.check_delta(delta)
     steps = training_steps(train_size, batch_size, epochs)
-    event = poisson_event((noise_multiplier,), train_size, batch_size)
-    validation.warn_if_delta_is_large(delta, train_size)
-    return compose_epsilon([(event, steps)], delta, accountant)
+    event, relation = _event(noise_multiplier, train_size, batch_size, sampler)
+    validation.warn_if_delta_is_large(delta, train_size, stacklevel=4)
+    return compose_epsilon([(event, steps)], delta, accountant, relation)
 
 
+@argument_names.explained()
 def noise_multiplier(
     *,
     target_epsilon: float,
@@ -161,7 +174,9 @@ def noise_multiplier(
     train_size: int,
     batch_size: int,
     epochs: int,
+    sampler: Any = None,
     accountant: str = "rdp",
+    optimizer: Callable[[float], Any] | None = None,
 ) -> float:
     """Returns the least noise multiplier that keeps a fit within `target_epsilon`.
 
@@ -174,17 +189,24 @@ def noise_multiplier(
         train_size: N, the number of training examples, at least 1.
         batch_size: b, the expected batch size, 1 to N.
         epochs: The number of epochs, at least 1.
-        accountant: "rdp" (as TF Privacy's default) or "pld" (tighter, slower).
+        sampler: As `epsilon`.
+        accountant: As `epsilon`.
+        optimizer: A function that makes the optimizer of a noise multiplier, as
+            `lambda sigma: DPFTRL(0.1, l2_norm_clip=1.0, noise_multiplier=sigma)`.
+            `DPSAM`, `DPSGLD`, `MFDPFTRL` and `DPFTRL` need it, for they do not make one
+            release a step of that multiplier; with the others it changes nothing.
 
     Returns:
-        sigma, the noise's standard deviation over the clipping norm, above 0.
+        sigma, the noise's standard deviation over the clipping norm, above 0; 0 where
+        the noise that `DPSGLD` has of its own is enough.
 
     Raises:
-        ValueError: An argument is out of its range, or the accountant cannot resolve an
-            epsilon as small as the target.
+        ValueError: An argument is out of its range, or no noise multiplier comes close
+            to the target from below.
+        TypeError: An argument is unknown, missing or of the wrong type.
 
     Privacy:
-        As `epsilon`: for batches drawn by Poisson sampling.
+        As `epsilon`; with `optimizer`, for that optimizer.
 
     Example:
         >>> sigma = noise_multiplier(target_epsilon=3.0, delta=1e-5, train_size=60000,
@@ -196,62 +218,56 @@ def noise_multiplier(
     delta = validation.check_delta(delta)
     accountant = check_accountant(accountant)
     steps = training_steps(train_size, batch_size, epochs)
-    validation.warn_if_delta_is_large(delta, train_size)
+    validation.warn_if_delta_is_large(delta, train_size, stacklevel=4)
 
     def epsilon_at(sigma: float, by: str) -> float:
-        event = poisson_event((sigma,), train_size, batch_size)
-        return compose_epsilon([(event, steps)], delta, by)
-
-    by_rdp = functools.partial(epsilon_at, by="rdp")
-    sigma, reached = _calibrate(by_rdp, target, 1.0, 2.0)
-    if accountant == "pld":
-        # PLD is slow and needs a little less noise than RDP: it starts from there.
-        by_pld = functools.partial(epsilon_at, by="pld")
-        sigma, reached = _calibrate(by_pld, target, sigma, 1.1)
-    if reached < 0.99 * target:
-        raise ValueError(
-            f"The {accountant.upper()} accountant cannot resolve an epsilon of "
-            f"{target:g} at delta = {delta:g}: there it jumps. Use another target, or "
-            "the other accountant."
+        if optimizer is None:
+            event, relation = _event(sigma, train_size, batch_size, sampler)
+            return compose_epsilon([(event, steps)], delta, by, relation)
+        return _made_by(optimizer, sigma).planned_epsilon(
+            delta=delta,
+            train_size=train_size,
+            batch_size=batch_size,
+            epochs=epochs,
+            sampler=sampler,
+            accountant=by,
         )
-    return sigma
+
+    # Only noise of the optimizer's own keeps epsilon finite without any of ours.
+    if optimizer is not None and epsilon_at(0.0, accountant) <= target:
+        return 0.0
+    return noise_search.least_noise(epsilon_at, target, delta, accountant)
 
 
-def _calibrate(
-    epsilon_at: Callable[[float], float], target: float, start: float, factor: float
-) -> tuple[float, float]:
-    """Returns the least sigma with epsilon_at(sigma) <= target, and that epsilon.
+def _event(
+    sigma: float, train_size: int, batch_size: int, sampler: Any
+) -> tuple[dp_accounting.DpEvent, dp_accounting.NeighboringRelation]:
+    """One release on a batch of this sampler, and the relation it is stated under."""
+    kind = "poisson" if sampler is None else getattr(sampler, "kind", None)
+    if kind == "poisson":
+        return poisson_event((sigma,), train_size, batch_size), ZERO_OUT
+    if kind == "fixed_size":
+        return fixed_size_event((sigma,), train_size, batch_size), REPLACE_ONE
+    raise TypeError(
+        f"sampler={sampler!r} is not one whose batches can be accounted. Pass "
+        "PoissonSampler() or FixedSizeSampler()."
+    )
 
-    A bracket is sought from `start` in steps of `factor`. Epsilon falls with sigma
-    roughly like a power, so interpolation between the logarithms of both converges in
-    a few evaluations; every third one halves the bracket, which keeps the worst case
-    short (a jump, or an infinite epsilon).
-    """
-    low, high = 0.0, start
-    at_low, at_high = math.inf, epsilon_at(start)
-    while at_high > target:
-        low, at_low = high, at_high
-        high *= factor
-        at_high = epsilon_at(high)
-    while low == 0.0:
-        at_middle = epsilon_at(high / factor)
-        if at_middle > target:
-            low, at_low = high / factor, at_middle
-        else:
-            high, at_high = high / factor, at_middle
 
-    aim = math.log(target * (1 - _CALIBRATION_TOLERANCE / 2))
-    rounds = 0
-    while at_high < target * (1 - _CALIBRATION_TOLERANCE) and high - low > 1e-9 * high:
-        rounds += 1
-        middle = math.sqrt(low * high)
-        if rounds % 3 and at_high > 0 and math.isfinite(at_low):
-            share = (math.log(at_low) - aim) / (math.log(at_low) - math.log(at_high))
-            guess = low * (high / low) ** share
-            middle = guess if low < guess < high else middle
-        at_middle = epsilon_at(middle)
-        if at_middle > target:
-            low, at_low = middle, at_middle
-        else:
-            high, at_high = middle, at_middle
-    return high, at_high
+def _made_by(make: Any, sigma: float) -> Any:
+    """The private optimizer that a user's function makes of a noise multiplier."""
+    is_function = callable(make) and not isinstance(make, type)
+    made: Any = make(sigma) if is_function else None
+    if not hasattr(made, "planned_epsilon"):
+        raise TypeError(
+            "`optimizer` must be a function of the noise multiplier that returns a "
+            "private optimizer. Pass, say, `lambda sigma: keras_dpopt.DPFTRL(0.1, "
+            "l2_norm_clip=1.0, noise_multiplier=sigma)`."
+        )
+    if made.noise_multiplier not in (None, sigma):  # None: a dp_sum_query has it
+        raise ValueError(
+            f"`optimizer` made an optimizer with noise_multiplier="
+            f"{made.noise_multiplier:g} of the noise multiplier {sigma:g}. Let the "
+            "function pass its argument on as `noise_multiplier`."
+        )
+    return made

@@ -1,12 +1,19 @@
 """Checks of the arguments of optimizers, and of the kinds of data."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_dpopt import validation
+from keras_dpopt import argument_names, validation
+
+_CALIBRATE = (
+    "calibrate with `keras_dpopt.noise_multiplier(target_epsilon=...)` and pass the "
+    "result as `noise_multiplier`; `keras_dpopt.PrivacyBudget(target_epsilon, delta)` "
+    "ends the training in time"
+)
 
 # Names of other libraries, and what to write here.
 _FOREIGN_NAMES = {
@@ -16,9 +23,10 @@ _FOREIGN_NAMES = {
     "max_norm": "write `l2_norm_clip`",
     "sigma": "write `noise_multiplier`",
     "stddev": "write `noise_multiplier`, which is stddev / l2_norm_clip",
-    "target_epsilon": "calibrate with "
-    "`keras_dpopt.noise_multiplier(target_epsilon=...)` and pass the result as "
-    "`noise_multiplier`",
+    "target_epsilon": _CALIBRATE,
+    # Reaches here where the class has no epsilon of Adam's.
+    "epsilon": f"if it is the epsilon of the privacy, {_CALIBRATE}",
+    "delta": "pass `delta` to `PrivacyBudget` and `privacy_statement`",
     "target_delta": "pass `delta` to `PrivacyBudget` and `privacy_statement`",
     "num_microbatches": "each record is clipped alone; `microbatch_size` bounds the "
     "memory and never changes the result",
@@ -44,8 +52,16 @@ _ENGINES = ("auto", "bookkeeping", "vectorized", "loop")
 _SMALLEST_CLIP = 1e-20
 
 
-def check_unknown_arguments(class_name: str, unknown: dict[str, Any]) -> None:
-    """Raises on arguments that no private optimizer takes, and says what to do."""
+def check_unknown_arguments(
+    class_name: str, unknown: dict[str, Any], known: Iterable[str] = ()
+) -> None:
+    """Raises on arguments that no private optimizer takes, and says what to do.
+
+    Args:
+        class_name: Of the optimizer.
+        unknown: The arguments.
+        known: Names of those that it takes, to find what a misspelled one means.
+    """
     for name, value in unknown.items():
         if name in _REFUSED:
             if value is not None:
@@ -57,8 +73,10 @@ def check_unknown_arguments(class_name: str, unknown: dict[str, Any]) -> None:
                 f"{class_name} does not know `{name}`: {_FOREIGN_NAMES[name]}."
             )
         else:
+            meant = argument_names.closest(name, known)
+            hint = f"Did you mean `{meant}`? " if meant else ""
             raise TypeError(
-                f"{class_name} does not know the argument `{name}`. See "
+                f"{class_name} does not know the argument `{name}`. {hint}See "
                 f"help(keras_dpopt.{class_name}) for its arguments."
             )
 
@@ -173,14 +191,25 @@ def check_fraction(
     return number
 
 
-def resolve_batch_size(expected: int | None, given: int | None) -> int:
-    """Returns the one batch size that the constructor and `fit` agree on."""
+def resolve_batch_size(
+    expected: int | None, given: int | None, takes_batch_size: bool = True
+) -> int:
+    """Returns the one batch size that the constructor and `fit` agree on.
+
+    Args:
+        expected: The optimizer's `expected_batch_size`, or `None`.
+        given: The `batch_size` of `fit`, or `None`.
+        takes_batch_size: Whether the caller could have given it: with arrays alone.
+    """
     if given is not None:
         given = validation.check_positive_integer("batch_size", given)
     if expected is None and given is None:
+        remedy = "Pass `expected_batch_size` to the optimizer."
+        if takes_batch_size:
+            remedy = f"Pass `batch_size` to `fit`, or {remedy[5:]}"
         raise ValueError(
             "No batch size is known, and the noised sum of gradients is divided by it. "
-            "Pass `batch_size` to `fit`, or `expected_batch_size` to the optimizer."
+            f"{remedy}"
         )
     if expected is not None and given is not None and expected != given:
         raise ValueError(
@@ -204,6 +233,24 @@ def refuse_other_kinds(arrays: Any) -> None:
             _refuse_ragged(type(leaf).__name__)
         if isinstance(leaf, tf.RaggedTensor | tf.SparseTensor):
             _refuse_ragged(type(leaf).__name__)
+
+
+def refuse_lists(**parts: Any) -> None:
+    """Raises on Python numbers and strings where arrays should be.
+
+    To Keras a list is a structure of several inputs, not one array.
+
+    Args:
+        **parts: x, y and sample_weight, by name.
+    """
+    for name, part in parts.items():
+        for leaf in keras.tree.flatten(part):
+            if leaf is not None and not hasattr(leaf, "__array__"):
+                raise TypeError(
+                    f"`{name}` must be arrays, and there is a {type(part).__name__} "
+                    f"with a {type(leaf).__name__} in it. Convert it: "
+                    f"`np.asarray({name})`."
+                )
 
 
 def _refuse_ragged(kind: str) -> None:

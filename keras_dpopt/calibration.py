@@ -16,10 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from keras_dpopt import validation
+from keras_dpopt import calibration_checks, validation
 
-# How far the sum of a row may be from one: bfloat16 rounds each entry by up to 2^-8.
-_TOLERANCE = 1e-2
+__all__ = [
+    "CalibrationReport",
+    "ReliabilityCurve",
+    "brier_score",
+    "calibration_report",
+    "expected_calibration_error",
+    "negative_log_likelihood",
+    "predictive_entropy",
+    "reliability_curve",
+]
+
+
+def __dir__():
+    """The public names alone."""
+    return [*__all__, "__doc__", "__file__", "__name__"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +114,7 @@ def negative_log_likelihood(probabilities: Any, labels: Any) -> float:
         >>> print(round(negative_log_likelihood([[0.5, 0.5], [0.2, 0.8]], [0, 1]), 4))
         0.4581
     """
-    p, y, log_of_zero = _checked(probabilities, labels)
+    p, y, log_of_zero = calibration_checks.checked(probabilities, labels)
     chosen = p[np.arange(len(p)), y]
     logs = np.where(chosen > 0, np.log(np.where(chosen > 0, chosen, 1.0)), log_of_zero)
     return float(-np.mean(logs))
@@ -130,7 +143,7 @@ def brier_score(probabilities: Any, labels: Any) -> float:
         >>> brier_score([[0.5, 0.5]], [0])
         0.5
     """
-    p, y, _ = _checked(probabilities, labels)
+    p, y, _ = calibration_checks.checked(probabilities, labels)
     return float(np.mean(np.sum((p - np.eye(p.shape[1])[y]) ** 2, axis=1)))
 
 
@@ -163,7 +176,7 @@ def reliability_curve(
         >>> print(curve.count, curve.accuracy, curve.confidence)
         [0 2] [nan 0.5] [ nan 0.75]
     """
-    p, y, _ = _checked(probabilities, labels)
+    p, y, _ = calibration_checks.checked(probabilities, labels)
     return _curve(p, y, bins)
 
 
@@ -215,7 +228,7 @@ def predictive_entropy(probabilities: Any) -> np.ndarray:
         >>> print(predictive_entropy([[0.5, 0.5], [1.0, 0.0]]).round(4))
         [0.6931 0.    ]
     """
-    return _entropy(_checked_probabilities(probabilities)[0])
+    return _entropy(calibration_checks.checked_probabilities(probabilities)[0])
 
 
 def calibration_report(
@@ -247,7 +260,7 @@ def calibration_report(
           calibration error (15 bins) 0.3500
           mean entropy                0.5968
     """
-    p, y, _ = _checked(probabilities, labels)
+    p, y, _ = calibration_checks.checked(probabilities, labels)
     curve = _curve(p, y, bins)
     return CalibrationReport(
         examples=len(p),
@@ -280,68 +293,3 @@ def _calibration_error(curve: ReliabilityCurve) -> float:
 
 def _entropy(p: np.ndarray) -> np.ndarray:
     return -np.sum(p * np.log(np.where(p > 0, p, 1.0)), axis=1) + 0.0  # No -0.
-
-
-def _checked(probabilities, labels) -> tuple[np.ndarray, np.ndarray, float]:
-    p, log_of_zero = _checked_probabilities(probabilities)
-    return p, _checked_labels(labels, *p.shape), log_of_zero
-
-
-def _checked_probabilities(probabilities) -> tuple[np.ndarray, float]:
-    """Float64 probabilities [n, k >= 2], and ln of the least number of their dtype."""
-    p = np.asarray(probabilities)
-    if p.ndim not in (1, 2) or not p.size:
-        raise ValueError(
-            "probabilities must have the shape [n, classes] or, of class 1 of two, "
-            f"[n] or [n, 1], with n > 0; got {p.shape}. Give the output of the softmax "
-            "or sigmoid, one row an example."
-        )
-    # NumPy has no bfloat16; its kind is void, its range that of float32.
-    dtype = {"f": p.dtype, "V": np.dtype("f4")}.get(p.dtype.kind, np.dtype("f8"))
-    p = p.astype(np.float64)
-    if not ((p >= 0.0) & (p <= 1.0 + _TOLERANCE)).all():
-        raise ValueError(
-            "probabilities must lie in [0, 1] and may not be NaN. Give the output of "
-            "the softmax or sigmoid, not the logits."
-        )
-    p = np.minimum(p, 1.0)
-    if p.ndim == 1 or p.shape[1] == 1:
-        p = np.reshape(p, -1)
-        p = np.stack([1.0 - p, p], axis=1)
-    sums = p.sum(axis=1)
-    if np.abs(sums - 1.0).max() > _TOLERANCE:
-        worst = sums[np.abs(sums - 1.0).argmax()]
-        raise ValueError(
-            f"The rows of probabilities must sum to one, got a sum of {worst:.4g}. "
-            "Give the output of the softmax; of several sigmoids, one at a time."
-        )
-    info = np.finfo(dtype)
-    return p, float(np.log(2.0) * (info.minexp - info.nmant))
-
-
-def _checked_labels(labels, n: int, classes: int) -> np.ndarray:
-    """Integer labels [n] below `classes`."""
-    y = np.asarray(labels)
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
-    if y.shape == (n, classes):
-        if not (np.isin(y, (0, 1)).all() and (y.sum(axis=1) == 1).all()):
-            raise ValueError(
-                "One-hot labels must have a single 1 in a row of zeros. Give the class "
-                "of each example as an integer instead."
-            )
-        y = y.argmax(axis=1)
-    if y.shape != (n,):
-        raise ValueError(
-            f"labels of shape {np.shape(labels)} do not fit {n} examples of {classes} "
-            "classes. Give an integer or a one-hot row for each example."
-        )
-    integers = y.astype(np.int64) if y.dtype.kind in "biuf" else None
-    if integers is None or not (integers == y).all():
-        raise ValueError("labels must be integers. Give the number of the class.")
-    if integers.min() < 0 or integers.max() >= classes:
-        raise ValueError(
-            f"labels must lie in [0, {classes}), got {integers.min()} to "
-            f"{integers.max()}. Number the classes as the model's outputs."
-        )
-    return integers

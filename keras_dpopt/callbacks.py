@@ -4,12 +4,14 @@ from typing import Any
 
 import keras
 
-from keras_dpopt import composition, validation
+from keras_dpopt import argument_names, composition, validation
 from keras_dpopt.training import PrivateTraining
 
 
 class PrivacyBudget(keras.callbacks.Callback):
     """Shows the epsilon spent, and lets no step exceed a target.
+
+    It prints a line when it ends the training before the last step.
 
     The cap is a step limit that the optimizer holds: a step beyond it changes nothing,
     inside `steps_per_execution` too. This callback only sets it, from the model's whole
@@ -31,9 +33,10 @@ class PrivacyBudget(keras.callbacks.Callback):
         delta: In (0, 1), well below 1/N.
         accountant: "rdp" or "pld". With "pld", which takes seconds, epsilon is shown at
             the ends of epochs only.
+        verbose: 0 prints nothing when the budget ends the training; 1 prints a line.
 
     Raises:
-        RuntimeError: at the first epoch of `fit`, if a budget is spent already.
+        RuntimeError: at the first epoch of `fit`, if a budget allows no step of it.
         TypeError: if the model is not private.
 
     Privacy:
@@ -44,13 +47,21 @@ class PrivacyBudget(keras.callbacks.Callback):
         3.0
     """
 
-    def __init__(self, target_epsilon: float, delta: float, accountant: str = "rdp"):
+    @argument_names.explained(name="PrivacyBudget")
+    def __init__(
+        self,
+        target_epsilon: float,
+        delta: float,
+        accountant: str = "rdp",
+        verbose: int = 1,
+    ):
         super().__init__()
         self.target_epsilon = validation.check_positive(
             "target_epsilon", target_epsilon
         )
         self.delta = validation.check_delta(delta)
         self.accountant = composition.check_accountant(accountant)
+        self.verbose = verbose
 
     def on_train_begin(self, logs=None):
         """Sets the budget."""
@@ -75,6 +86,24 @@ class PrivacyBudget(keras.callbacks.Callback):
         """Adds the epsilon so far to the progress bar and `History`."""
         del epoch
         self._show(logs)
+
+    def on_train_end(self, logs=None):
+        """Says so if this budget has ended the training."""
+        del logs
+        model: Any = self.model
+        if not self.verbose or not model.fit_run.ended_by_budget():
+            return
+        spent = model.privacy_ledger.sync().spent_budget()
+        if spent is None or spent.key != (self.delta, self.accountant):
+            return
+        planned = model.fit_run.planned_steps
+        of_planned = "" if planned is None else f" of {planned}"
+        epsilon = model.privacy_ledger.ledger.epsilon(self.delta, self.accountant)
+        print(
+            f"PrivacyBudget: budget reached after {model.fit_run.steps_made()}"
+            f"{of_planned} steps: epsilon {epsilon:.4g} of {spent.target_epsilon:g} at "
+            f"delta {self.delta:g}."
+        )
 
     def _show(self, logs: dict[str, Any] | None):
         if logs is not None:

@@ -60,6 +60,7 @@ def rows_in_memory(x, y, sample_weight, class_weight, preprocessed: bool) -> Row
     if preprocessed and class_weight is None:
         x, y, sample_weight = tensors((x, y, sample_weight))
     else:
+        arguments.refuse_lists(x=x, y=y, sample_weight=sample_weight)
         x, y, sample_weight = keras_compat.arrays_in_memory(
             x, y, sample_weight, class_weight
         )

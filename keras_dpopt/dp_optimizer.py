@@ -4,14 +4,17 @@ It alone owns variables. A subclass fills four slots (query, mechanism, filter, 
 with parts that are pure functions.
 """
 
+import inspect
 from typing import Any
 
 import keras
 
 from keras_dpopt import (
+    argument_names,
     arguments,
     keras_compat,
     mechanisms,
+    planned_fit,
     post_processing,
     validation,
 )
@@ -23,6 +26,9 @@ from keras_dpopt.queries import GradientQuery
 from keras_dpopt.release_count import ReleaseCount
 from keras_dpopt.step_interface import StepInterface
 from keras_dpopt.types import PrivatizedGradient
+
+# Filled by the classes: no arguments of the users of most of them.
+_SLOTS = {"query", "mechanism", "filter", "rule", "noise_correction"}
 
 _CORRECTIONS = ("filtered", "exact", "unfiltered", None)
 
@@ -108,7 +114,7 @@ class DPOptimizer(
         name=None,
         **unknown,
     ):
-        arguments.check_unknown_arguments(type(self).__name__, unknown)
+        self._check_names(unknown)
         arguments.check_choice("noise_correction", noise_correction, _CORRECTIONS)
         super().__init__(
             learning_rate=arguments.check_learning_rate(learning_rate),
@@ -152,6 +158,60 @@ class DPOptimizer(
             self._train_size = shared_variable(self, "train_size", 0, "int64")
         self._make_release_count()
         self._state: Any = None  # an OptimizerState, once built
+
+    def _check_names(self, given: dict[str, Any]) -> None:
+        """Raises on arguments that the class does not know.
+
+        A class that makes its mechanism itself calls it first, or a misspelled
+        `noise_multiplier` would pass for a missing one.
+        """
+        known = set(_names(DPOptimizer)) - _SLOTS | set(_names(type(self)))
+        unknown = {name: v for name, v in given.items() if name not in known}
+        arguments.check_unknown_arguments(type(self).__name__, unknown, sorted(known))
+
+    # --- accounting ------------------------------------------------------------------
+
+    @argument_names.explained()
+    def planned_epsilon(
+        self,
+        *,
+        delta: float,
+        train_size: int,
+        epochs: int,
+        batch_size: int | None = None,
+        sampler: Any = None,
+        accountant: str = "rdp",
+    ) -> float:
+        """Returns what a fit on arrays would cost with this optimizer.
+
+        It is what `privacy_statement` says after that fit of an untrained model,
+        whatever the optimizer: one or two releases a step, noise that follows the
+        learning rate, or a run that is one release. Nothing is changed.
+
+        Args:
+            delta: The delta of the guarantee, in (0, 1); well below 1/N.
+            train_size: N, the number of training records, at least 1.
+            epochs: Of the fit, at least 1.
+            batch_size: That of the fit, 1 to N; `None` takes `expected_batch_size`.
+            sampler: That of the fit, `FixedSizeSampler()` say; or `None`.
+            accountant: "rdp" or "pld".
+
+        Returns:
+            Epsilon, at least 0; infinity without noise.
+
+        Raises:
+            ValueError: as `fit` with these arguments.
+        """
+        size = arguments.resolve_batch_size(self.expected_batch_size, batch_size)
+        return planned_fit.epsilon(
+            self,
+            delta=delta,
+            train_size=train_size,
+            batch_size=size,
+            epochs=epochs,
+            sampler=sampler,
+            accountant=accountant,
+        )
 
     # --- Keras' interface ------------------------------------------------------------
 
@@ -230,6 +290,12 @@ class DPOptimizer(
         )
 
 
+def _names(cls: type) -> list[str]:
+    """Names of the arguments of a class."""
+    _, *parameters = inspect.signature(cls.__init__).parameters.values()
+    return [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
+
+
 def _layers(variables) -> list[int]:
     """For each variable, the number of its layer."""
     names = [v.path.rpartition("/")[0] for v in variables]
@@ -239,6 +305,12 @@ def _layers(variables) -> list[int]:
 
 def check_private_optimizer(optimizer: Any, jit_compile: bool = False) -> None:
     """Raises if a private model could not train privately with this optimizer."""
+    example = "`keras_dpopt.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.1)`"
+    if optimizer is None:
+        raise ValueError(
+            "No optimizer was given, and a private model has no default one. Compile "
+            f"with `optimizer=`, say, {example}."
+        )
     if isinstance(optimizer, DPOptimizer):
         if jit_compile and not optimizer.mechanism.supports_jit:
             raise ValueError(
@@ -249,6 +321,5 @@ def check_private_optimizer(optimizer: Any, jit_compile: bool = False) -> None:
     name = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
     raise ValueError(
         f"A private model trains with a private optimizer only, got {name!r}, which "
-        "neither clips nor noises. Compile with, say, "
-        "`keras_dpopt.DPSGD(0.1, l2_norm_clip=1.0, noise_multiplier=1.1)`."
+        f"neither clips nor noises. Compile with, say, {example}."
     )

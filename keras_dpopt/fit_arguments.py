@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dpopt import keras_compat
 from keras_dpopt.dp_optimizer import check_private_optimizer
 
 
@@ -31,6 +32,31 @@ def check_ready(model: Any, compiled_optimizer: Any) -> None:
         raise ValueError(
             "Each replica would draw and add noise of its own. Train on one replica "
             "until this library supports tf.distribute."
+        )
+
+
+def check_targets(model: Any, row_specs: dict[str, Any]) -> None:
+    """Raises if the loss of `compile` has no targets to compare with.
+
+    Args:
+        model: The private model.
+        row_specs: Of its data, a dict with "x" and, where given, "y".
+    """
+    own = keras_compat.overrides_compute_loss(model)
+    if keras_compat.compiled_losses(model) and not own and "y" not in row_specs:
+        raise ValueError(
+            "The loss needs targets, and there are none. Pass `y` to `fit`, or a data "
+            "set of pairs (x, y)."
+        )
+
+
+def check_variables(model: Any) -> None:
+    """Raises if the optimizer was built for other trainable variables."""
+    known = keras_compat.optimizer_variables_of(model.optimizer)
+    if [id(v) for v in known] != [id(v) for v in model.trainable_variables]:
+        raise ValueError(
+            "The model's trainable variables are not those that the optimizer was "
+            "built for. Compile the model again, with a new optimizer."
         )
 
 
@@ -121,6 +147,7 @@ def refuse(given: str, **values: Any) -> None:
         given: "arrays" or "a data set".
         **values: The arguments; one that is not falsy is refused.
     """
+    other = "a data set" if given == "arrays" else "arrays"
     remedies = {
         "shuffle": "batches are drawn at random, as the accounting assumes; pass a "
         "data set to keep an order of your own",
@@ -131,7 +158,7 @@ def refuse(given: str, **values: Any) -> None:
     for name, value in values.items():
         if value is None or value is False or (isinstance(value, float) and not value):
             continue
-        remedy = remedies.get(name, "leave it out, or pass the other kind of data")
+        remedy = remedies.get(name, f"leave it out, or pass {other}")
         shown = "shuffle=False" if name == "shuffle" else f"`{name}`"
         raise ValueError(f"With {given}, `fit` does not take {shown}: {remedy}.")
 

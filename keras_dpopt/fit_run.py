@@ -16,6 +16,8 @@ class FitRun(keras.callbacks.Callback):
     Attributes:
         applied_in_epoch: Batches of the current epoch that a restored run had applied.
         data_digest: Digest of the rows, once a backup has needed it.
+        planned_steps: Steps that the fit is to make from its first epoch on; `None`
+            where they are not known.
     """
 
     def __init__(self, source: Source):
@@ -24,14 +26,17 @@ class FitRun(keras.callbacks.Callback):
         self.applied_in_epoch = 0
         self._is_first_epoch = True
         self.data_digest: str | None = None
+        self.planned_steps: int | None = None
+        self._releases_before = 0
 
     def on_epoch_begin(self, epoch, logs=None):
         """Tells the data set at which release the epoch begins."""
-        del epoch, logs
+        del logs
         model: Any = self.model
         model.privacy_ledger.check_run()
         if self._is_first_epoch:
             model.privacy_ledger.limit_steps()
+            self._count_planned(epoch)
             self._is_first_epoch = False
         if self.source.adapter is not None:
             self.source.adapter.on_epoch_begin()
@@ -67,6 +72,23 @@ class FitRun(keras.callbacks.Callback):
             model.stop_training = True
         if self.source.adapter is not None:
             self.source.adapter.on_epoch_end()
+
+    def _count_planned(self, epoch: int) -> None:
+        self._releases_before = self.model.optimizer.releases_made()
+        params = self.params or {}
+        if params.get("steps"):
+            epochs = params["epochs"] - epoch
+            self.planned_steps = epochs * params["steps"] - self.applied_in_epoch
+
+    def steps_made(self) -> int:
+        """Returns how many steps were made from the first epoch on."""
+        model: Any = self.model
+        return model.optimizer.releases_made() - self._releases_before
+
+    def ended_by_budget(self) -> bool:
+        """Whether no step is allowed any more, before the last one that was planned."""
+        model: Any = self.model
+        return model.optimizer.at_limit() and self.steps_made() != self.planned_steps
 
     def before(self, callbacks: Any) -> Any:
         """Returns callbacks for `fit` of Keras, with this one first."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_dpopt import keras_compat
+from keras_dpopt import budget_words, keras_compat
 from keras_dpopt.digest import content_digest
 from keras_dpopt.ledger import Ledger, Phase
 from keras_dpopt.ledger_saving import LedgerSaving
@@ -202,14 +202,9 @@ class ModelLedger(LedgerSaving):
         """
         if self._optimizer is None or self._set_limit():
             return
-        budget = self.ledger.spent_budget()
-        if budget is not None:
-            raise RuntimeError(
-                f"The privacy budget (epsilon {budget.target_epsilon:g} at delta "
-                f"{budget.delta:g}, by {budget.accountant.upper()}) is spent, so no "
-                "further step can be made. Stop here, or set a larger target for this "
-                "delta and accountant with PrivacyBudget."
-            )
+        message = budget_words.refusal(self.ledger)
+        if message is not None:
+            raise RuntimeError(message)
 
     def _set_limit(self) -> int:
         left = self.sync().steps_left() + self.steps_to_repeat()

@@ -13,7 +13,7 @@ from keras_dpopt import (
     data,
     fit_arguments,
     keras_compat,
-    sampling,
+    planned_fit,
     tried_rows,
 )
 from keras_dpopt.ledger import Phase
@@ -75,6 +75,9 @@ def drawn(
     """
     fit_arguments.refuse("arrays", **refused)
     arguments.refuse_other_kinds(arrays)
+    if preprocess is None:
+        x, y, sample_weight = arrays
+        arguments.refuse_lists(x=x, y=y, sample_weight=sample_weight)
     validation_data, notes = None, ()
     if held_out:
         if preprocess is not None:
@@ -94,7 +97,7 @@ def drawn(
     optimizer.resolve_sizes(batch_size, rows.size)
     steps = steps_per_epoch or epoch
     plan = optimizer.plan_run(steps * epochs, rows.size, drawn=True)
-    sampler = _sampler(optimizer, plan, sampler)
+    sampler = planned_fit.sampler_of(optimizer, plan, sampler)
     start = _start()
 
     def draw(step):
@@ -103,7 +106,9 @@ def drawn(
         return sampler.indices(optimizer.keys.sampler, step, rows.size, batch_size)
 
     batches = data.drawn_batches(rows, draw, start, steps, preprocess)
-    phase = _phase(optimizer, plan, sampling=sampler.kind, train_size=rows.size)
+    phase = planned_fit.phase_of(
+        optimizer, plan, batch_size, sampling=sampler.kind, train_size=rows.size
+    )
     some_rows = functools.partial(tried_rows.of_rows, rows.values, preprocess)
     return Source(batches, phase, start, None, rows, validation_data, notes, some_rows)
 
@@ -155,9 +160,10 @@ def given(
     if steps:  # Keras makes whole executions of an endless data set
         steps = -(-steps // steps_per_execution) * steps_per_execution
     plan = optimizer.plan_run(steps and steps * epochs, train_size, drawn=False)
-    phase = _phase(
+    phase = planned_fit.phase_of(
         optimizer,
         plan,
+        optimizer.expected_batch_size,
         sampling="caller",
         train_size=train_size,
         once_per_epoch=once_per_epoch,
@@ -170,7 +176,9 @@ def given(
 def single(optimizer) -> Phase:
     """What the ledger records of `train_on_batch`: batches that the caller made."""
     plan = optimizer.plan_run(1, None, drawn=False)
-    return _phase(optimizer, plan, sampling="caller", train_size=None)
+    return planned_fit.phase_of(
+        optimizer, plan, optimizer.expected_batch_size, sampling="caller"
+    )
 
 
 def _check_given(preprocess, x, adapter) -> tuple[str, ...]:
@@ -187,26 +195,3 @@ def _check_given(preprocess, x, adapter) -> tuple[str, ...]:
 
 def _start() -> tf.Variable:
     return tf.Variable(0, dtype=tf.int64, trainable=False, name="first_release")
-
-
-def _sampler(optimizer, plan, sampler):
-    """The sampler that the user asks for, if the mechanism may be used with it."""
-    if sampler is not None and not plan.allows_other_samplers:
-        raise ValueError(
-            f"{type(optimizer).__name__} is accounted for batches that come in an "
-            f"order of its own, not those of {sampler!r}. Leave `sampler` out."
-        )
-    return plan.sampler if sampler is None else sampling.check_sampler(sampler)
-
-
-def _phase(optimizer, plan, **fields) -> Phase:
-    fields = {
-        "optimizer": type(optimizer).__name__,
-        "noise_multipliers": optimizer.noise_multipliers(),
-        "l2_norm_clip": optimizer.mechanism.l2_norm_clip,
-        "expected_batch_size": optimizer.expected_batch_size,
-        "seeded": optimizer.keys.seeded,
-        **fields,
-        **plan.phase,
-    }
-    return Phase(**fields)

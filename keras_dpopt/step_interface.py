@@ -18,10 +18,16 @@ class StepInterface(MixIn):
     def resolve_batch_size(self, batch_size: int | None) -> int:
         """Fixes the divisor B to `batch_size`, or to what the constructor got.
 
+        Args:
+            batch_size: That of a fit on arrays; `None` where the caller makes the
+                batches.
+
         Raises:
             ValueError: if neither is there, or both and they differ.
         """
-        resolved = arguments.resolve_batch_size(self.expected_batch_size, batch_size)
+        resolved = arguments.resolve_batch_size(
+            self.expected_batch_size, batch_size, takes_batch_size=False
+        )
         self.batch_size_variable.assign(resolved)
         return resolved
 
@@ -66,29 +72,40 @@ class StepInterface(MixIn):
             train_size: N, where it is known.
             drawn: Whether the library draws the batches.
         """
+        size = self.resolve_batch_size(None)
+        return self.mechanism.plan_run(
+            self.coming_steps(steps, size, train_size, drawn)
+        )
+
+    def coming_steps(
+        self, steps: int | None, batch_size: int, train_size: int | None, drawn: bool
+    ) -> run_plan.ComingSteps:
+        """Returns what a mechanism is told of the coming steps; see `plan_run`."""
+        # A fit without steps is planned as one of one step.
+        steps = None if steps is None else max(1, steps)
+        if self._train_size is not None:
+            train_size = train_size or int(self._train_size.numpy())
 
         def learning_rates():
             first = int(self.iterations.numpy())
             return run_plan.schedule_values(self._learning_rate, first, steps)
 
-        # A fit without steps is planned as one of one step.
-        steps = None if steps is None else max(1, steps)
-        size = self.resolve_batch_size(None)
-        if self._train_size is not None:
-            train_size = train_size or int(self._train_size.numpy())
-        return self.mechanism.plan_run(
-            run_plan.ComingSteps(steps, size, train_size, drawn, learning_rates)
+        return run_plan.ComingSteps(
+            steps, batch_size, train_size, drawn, learning_rates
         )
 
-    def noise_multipliers(self) -> tuple[float, ...]:
+    def noise_multipliers(self, batch_size: int | None = None) -> tuple[float, ...]:
         """Returns the noise multipliers of one step, as the constructor's sigma has it.
 
         A mechanism that plans its run tells the ledger others: `DPSGLD` those of the
         schedule (sigma is the least here), `DPFTRL` those of a whole tree.
+
+        Args:
+            batch_size: B; `None` takes that of the optimizer.
         """
         state = self.mechanism_state() if self.built else self.mechanism.initial_state()
-        of_one = self.mechanism.noise_multipliers(state, self.expected_batch_size)
-        return of_one * self.query.stages
+        size = batch_size or self.expected_batch_size
+        return self.mechanism.noise_multipliers(state, size) * self.query.stages
 
     def step_state(self, weights, number, released=()) -> StepState:
         """Returns what the query is given, at these weights and this release.

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dpopt import (
+    argument_names,
     data,
     fit_arguments,
     keras_compat,
@@ -312,17 +313,13 @@ class PrivateTraining(PrivateSaving):
             some_rows: Returns a few of the rows, or `None`.
 
         Raises:
-            ValueError: if the trainable variables changed since the optimizer was
-                built.
+            ValueError: if the targets are missing, or the trainable variables changed
+                since the optimizer was built.
             UnsupportedModelError: if a layer writes batch data into its state.
         """
+        fit_arguments.check_targets(self, row_specs)
         keras_compat.build_for(self, row_specs)
-        known = keras_compat.optimizer_variables_of(self.optimizer)
-        if [id(v) for v in known] != [id(v) for v in self.trainable_variables]:
-            raise ValueError(
-                "The model's trainable variables are not those that the optimizer was "
-                "built for. Compile the model again, with a new optimizer."
-            )
+        fit_arguments.check_variables(self)
         if self.private_step is None:
             step = PrivateStep(self, self._jit_microbatch, self.run_eagerly)
             step.microbatch.choose_engine(row_specs, some_rows())
@@ -340,6 +337,7 @@ class PrivateTraining(PrivateSaving):
 
     # --- privacy ---------------------------------------------------------------------
 
+    @argument_names.explained()
     def privacy_statement(self, delta: float, accountant: str = "rdp"):
         """Returns the `PrivacyStatement` of all that has been trained so far.
 

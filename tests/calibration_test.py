@@ -265,3 +265,19 @@ def test_report_is_printed_and_says_what_it_is():
     text = str(calibration.calibration_report(*predictions(), bins=7))
     assert "not private" in text and "7 bins" in text and "200 examples" in text
     assert len(text.splitlines()) == 7
+
+
+@pytest.mark.parametrize("function", PARTS)
+def test_swapped_arguments_are_named(function):
+    p, labels = predictions()
+    with pytest.raises(ValueError, match="Swap them: probabilities, then labels"):
+        function(labels, p)
+    with pytest.raises(ValueError, match="Swap them"):
+        function([1, 0, 1, 0], [0.2, 0.3, 0.5, 0.5])
+    with pytest.raises(ValueError, match="not the logits"):  # wrong in another way
+        function(10 * p, labels)
+
+
+def test_dir_has_the_public_names_alone():
+    names = [name for name in dir(calibration) if not name.startswith("_")]
+    assert names == sorted(calibration.__all__)

@@ -27,6 +27,8 @@ _MAX_LINES = 350
 _RANKS = {
     # Leaves: facts and types, and the two doors to foreign internals.
     "_version": (0, 0),
+    "argument_names": (0, 0),
+    "calibration_checks": (0, 0),
     "digest": (0, 0),
     "journal": (0, 0),
     "keras_compat": (0, 0),
@@ -42,6 +44,7 @@ _RANKS = {
     "dp_events": (1, 0),
     "keys": (1, 0),
     "noise_plan": (1, 0),
+    "noise_search": (1, 0),
     "toeplitz": (1, 0),
     "renyi": (1, 1),
     "composition": (1, 2),
@@ -67,7 +70,8 @@ _RANKS = {
     "matrix_mechanism": (2, 5),
     "mechanisms": (2, 4),
     # What runs the parts, and what remembers that they ran.
-    "losses": (3, 0),
+    "loss_reduction": (3, 0),
+    "losses": (3, 1),
     "optimizer_saving": (3, 0),
     "optimizer_state": (3, 0),
     "step_interface": (3, 0),
@@ -87,6 +91,8 @@ _RANKS = {
     "engines/loops": (3, 3),
     "engines/trial": (3, 3),
     "engines/bookkeeping": (3, 4),
+    "budget_words": (3, 3),
+    "planned_fit": (3, 3),
     "statement": (3, 3),
     "engines/__init__": (3, 5),
     # The step, as a function and as an optimizer; the data; the ledger of a model.

@@ -57,6 +57,11 @@ def test_public_names_are_the_listed_ones():
     assert keras_dpopt.__all__ == sorted(keras_dpopt.__all__, key=str)
 
 
+def test_dir_has_the_public_names_alone():
+    names = {name for name in dir(keras_dpopt) if not name.startswith("_")}
+    assert names == PUBLIC
+
+
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_public_names_say_what_they_are(name):
     public = getattr(keras_dpopt, name)

@@ -2,17 +2,20 @@
 
 import pathlib
 import re
+import tomllib
 
 import pytest
 
 import keras_dpopt
 
-README = (pathlib.Path(__file__).parent.parent / "README.md").read_text("utf-8")
+ROOT = pathlib.Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
 
 
-def test_the_code_runs_and_learns(capsys):
+def test_the_code_runs_and_learns(capsys, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    monkeypatch.chdir(tmp_path)  # where it saves
+    code, saving = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     statement = names["model"].privacy_statement(delta=1e-4)
@@ -20,11 +23,28 @@ def test_the_code_runs_and_learns(capsys):
     assert "PRIVACY STATEMENT" in capsys.readouterr().out
     _, accuracy = names["model"].evaluate(names["x"], names["y"], verbose=0)
     assert accuracy > 0.7
+    exec(compile(saving, "README.md", "exec"), names)
+    assert names["model"].privacy_statement(delta=1e-4).epsilon == statement.epsilon
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"keras_dpopt\.(\w+)", README))))
 def test_names_exist(name):
     assert hasattr(keras_dpopt, name)
+
+
+def test_what_fixed_sizes_cost():
+    fit = {"train_size": 1797, "batch_size": 512, "epochs": 30}
+    target = {"target_epsilon": 3.0, "delta": 1e-4}
+    poisson = keras_dpopt.noise_multiplier(**target, **fit)
+    sampler = keras_dpopt.FixedSizeSampler()
+    fixed = keras_dpopt.noise_multiplier(sampler=sampler, **target, **fit)
+    assert f"a noise multiplier of {fixed:.1f} in place of {poisson:.1f}" in README
+
+
+def test_the_extras_are_those_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    for extra in project["optional-dependencies"]:
+        assert f"`{extra}` (" in README, extra
 
 
 def test_the_first_screen_names_both_commands():

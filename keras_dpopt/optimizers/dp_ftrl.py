@@ -39,7 +39,8 @@ class DPFTRL(DPOptimizer):
         noise multiplier sigma / s, where s^2 = the largest sum over nodes of the square
         of the number of a record's steps in the node: the depth of the tree where a
         record comes once in it. Each fit begins a new tree. `train_on_batch` and
-        batches of the caller's are refused.
+        batches of the caller's are refused. Calibrate with
+        `keras_dpopt.noise_multiplier(..., optimizer=make)`.
 
     Deviations from the paper:
         The tree is not completed at the end of an epoch, nor are estimates refined by
@@ -63,6 +64,7 @@ class DPFTRL(DPOptimizer):
         **kwargs,
     ):
         arguments.refuse_for_own_mechanism("DPFTRL", **kwargs)
+        self._check_names(kwargs)
         super().__init__(
             learning_rate,
             # All four slots are filled here, so that none comes with `kwargs`.

@@ -29,8 +29,8 @@ class DPSAM(DPOptimizer):
     Privacy:
         Each step makes two Gaussian releases on the same batch, each with L2
         sensitivity C: together one with the noise multiplier sigma/sqrt(2), which is
-        what the ledger accounts. `keras_dpopt.noise_multiplier` calibrates one release
-        a step, so multiply its answer by sqrt(2) here.
+        what the ledger accounts. Calibrate with
+        `keras_dpopt.noise_multiplier(..., optimizer=make)`.
 
     Deviations from the papers:
         Momentum is Keras' (the learning rate inside the velocity).

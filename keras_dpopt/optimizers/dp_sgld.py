@@ -42,7 +42,8 @@ class DPSGLD(DPOptimizer):
 
     Privacy:
         Each step is a Gaussian release with L2 sensitivity C and the noise multiplier
-        sigma_t; the ledger composes the different ones.
+        sigma_t; the ledger composes the different ones. Calibrate the least one with
+        `keras_dpopt.noise_multiplier(..., optimizer=make)`.
 
     Deviations from the papers:
         Drift eta/2 with noise variance eta is Welling and Teh's convention; others have
@@ -66,6 +67,7 @@ class DPSGLD(DPOptimizer):
         **kwargs,
     ):
         arguments.refuse_for_own_mechanism("DPSGLD", **kwargs)
+        self._check_names(kwargs)
         if isinstance(learning_rate, dict):
             learning_rate = keras.saving.deserialize_keras_object(learning_rate)
         schedules = keras.optimizers.schedules.LearningRateSchedule

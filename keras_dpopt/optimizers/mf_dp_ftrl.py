@@ -50,13 +50,12 @@ class MFDPFTRL(DPOptimizer):
 
     Privacy:
         A cyclic fit of T steps is one Gaussian release with noise multiplier sigma,
-        from its first step on, however many epochs it has:
-        `keras_dpopt.noise_multiplier(target_epsilon=, delta=, train_size=1,
-        batch_size=1, epochs=1)` calibrates it. An amplified one is ceil(T/b) releases
-        of Poisson samples of N//b records: pass train_size=N//b, and epochs for that
-        many steps. Each fit is a run of its own. `train_on_batch` and batches of the
-        caller's are refused, because they need not keep to the schema. Earlier noise is
-        a secret: `BackupAndRestore` alone keeps it.
+        from its first step on, however many epochs it has. An amplified one is
+        ceil(T/b) releases of Poisson samples of N//b records. Calibrate both with
+        `keras_dpopt.noise_multiplier(..., optimizer=make)`. Each fit is a run of its
+        own. `train_on_batch` and batches of the caller's are refused, because they need
+        not keep to the schema. Earlier noise is a secret: `BackupAndRestore` alone
+        keeps it.
 
     Deviations from the papers:
         Coefficients are kept from increasing, without which the formula for s would not
@@ -84,6 +83,7 @@ class MFDPFTRL(DPOptimizer):
         **kwargs,
     ):
         arguments.refuse_for_own_mechanism("MFDPFTRL", **kwargs)
+        self._check_names(kwargs)
         super().__init__(
             learning_rate,
             # All four slots are filled here, so that none comes with `kwargs`.
