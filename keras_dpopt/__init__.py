@@ -7,6 +7,7 @@ from keras_dpopt.backup import BackupAndRestore
 from keras_dpopt.callbacks import PrivacyBudget
 from keras_dpopt.clipping_styles import AutomaticClipping, PerLayerClipping
 from keras_dpopt.dp_optimizer import DPOptimizer
+from keras_dpopt.engine_report import check_engine
 from keras_dpopt.models import DPModel, DPSequential, PrivateModel, make_private
 from keras_dpopt.optimizers import (
     BAM,
@@ -69,6 +70,7 @@ __all__ = [
     "PrivateModel",
     "UnsupportedModelError",
     "calibration",
+    "check_engine",
     "diagnostics",
     "epsilon",
     "layers",

@@ -216,13 +216,6 @@ def compiled_losses(model: keras.Model) -> Any:
     return model._compile_loss
 
 
-def is_own_loss(loss: Any) -> bool:
-    """Whether a loss is one of Keras' own, the function that it wraps included."""
-    function = getattr(loss, "fn", loss)
-    modules = (type(loss).__module__, getattr(function, "__module__", None) or "")
-    return all(module.split(".")[0] == "keras" for module in modules)
-
-
 def record_loss(compile_loss: Any, loss_fn: Callable) -> Callable:
     """Returns a `CompileLoss` whose every single loss runs through `loss_fn`.
 

@@ -38,7 +38,7 @@ def row_losses(loss, y_true, y_pred, sample_weight):
     Keras' own losses are called once, and any other function once for each record, so
     that it cannot mix them.
     """
-    if keras_compat.is_own_loss(loss):
+    if _is_of_keras(loss):
         losses = _reduced(loss, y_true, y_pred, sample_weight, rows=True)
         if losses is not None:
             return losses
@@ -53,6 +53,13 @@ def row_losses(loss, y_true, y_pred, sample_weight):
         return single_loss(loss, row.get("y"), row["y_pred"], row.get("weight"))
 
     return tf.vectorized_map(one, given)
+
+
+def _is_of_keras(loss) -> bool:
+    """Whether a loss is one of Keras' own, the function that it wraps included."""
+    function = getattr(loss, "fn", loss)
+    modules = (type(loss).__module__, getattr(function, "__module__", None) or "")
+    return all(module.split(".")[0] == "keras" for module in modules)
 
 
 def _reduced(loss, y_true, y_pred, sample_weight, rows: bool):

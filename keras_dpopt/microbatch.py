@@ -6,15 +6,21 @@ compile it, and its graph can be searched for what it must not do.
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dpopt import engines, keras_compat, losses, prng, step_checks
-from keras_dpopt.engines import GradientEngine, GradientProblem
+from keras_dpopt import data, engines, keras_compat, losses, prng, step_checks
+from keras_dpopt.engines import EngineNotes, GradientEngine, GradientProblem
 from keras_dpopt.queries import Point, StepState
+
+# Bytes that the tensors of a microbatch may have together where `microbatch_size` is
+# left to us; what is alive at a time is about a third of them.
+_MEMORY = 2**31
 
 
 class MicrobatchSum:
@@ -30,6 +36,7 @@ class MicrobatchSum:
     Attributes:
         engine: The gradient engine, once it is chosen.
         reasons: By name, why not an engine that would be faster.
+        notes: What the book-keeping engine says of the model.
     """
 
     def __init__(self, model: keras.Model, jit_compile: bool, run_eagerly: bool):
@@ -42,6 +49,7 @@ class MicrobatchSum:
         self._run_eagerly = run_eagerly
         self.engine: Any = None
         self.reasons: dict[str, str] = {}
+        self.notes = EngineNotes()
 
     def points(self, state: StepState) -> tuple:
         """What the function of one microbatch gets to know its points from.
@@ -68,6 +76,17 @@ class MicrobatchSum:
 
     def _sum(self, engine, points, rows, seeds, count, run_eagerly):
         mechanism = self._optimizer.mechanism
+        params = mechanism.sample_params(self._optimizer.mechanism_state())
+        run, given = self._function(engine, params)
+        arguments = (points, *given, rows, seeds, count)
+        if run_eagerly:
+            return run.python_function(*arguments)
+        self._check_graph(run.get_concrete_function(*arguments).graph)
+        return run(*arguments)
+
+    def _function(self, engine, params) -> tuple[Any, tuple]:
+        """The function of one microbatch, and what it gets beside points and rows."""
+        mechanism = self._optimizer.mechanism
 
         def run(given, other, params, rows, seeds, count):
             problem = self._problem(
@@ -80,25 +99,14 @@ class MicrobatchSum:
             )
             return engine.clipped_sum(problem, rows, seeds, count)
 
-        arguments = (
-            points,
-            values_of(self._other),
-            mechanism.sample_params(self._optimizer.mechanism_state()),
-            rows,
-            seeds,
-            count,
-        )
-        if run_eagerly:
-            return run(*arguments)
         run = tf.function(run, autograph=False, jit_compile=self._jit_compile or None)
-        self._check_graph(run.get_concrete_function(*arguments).graph)
-        return run(*arguments)
+        return run, (values_of(self._other), params)
 
     def _check_graph(self, graph) -> None:
         step_checks.refuse_state(graph)
         step_checks.refuse_metric_reads(graph, self._model)
 
-    def _problem(self, points, other, preprocess, clip_factors, static_shapes=True):
+    def _problem(self, points, other, preprocess, clip_factors, **arguments):
         """What is asked of an engine, at these points."""
         record_loss = losses.RecordLoss(
             self._model,
@@ -115,7 +123,7 @@ class MicrobatchSum:
             names=tuple(v.path for v in self._trainable),
             evaluate_batch=lambda w, s, rows: record_loss.on_batch(w, other, s, rows),
             clip_factors=clip_factors,
-            static_shapes=static_shapes,
+            **arguments,
         )
 
     def _loss_scale(self) -> float:
@@ -139,6 +147,24 @@ class MicrobatchSum:
             return self._optimizer.query.points(StepState(*given))
         return tuple(Point(*parts) for parts in given)
 
+    def size(self) -> int:
+        """Returns how many records a microbatch has: the user's number, or ours.
+
+        The book-keeping engine takes a whole batch at a time if its memory allows:
+        `_MEMORY`, held against the sum of all tensors of a record. The other engines
+        hold a gradient for each record.
+        """
+        given = self._optimizer.microbatch_size
+        if given:
+            return given
+        batch_size = self._optimizer.expected_batch_size
+        if self.engine.name == "bookkeeping" and not self._jit_compile:
+            by_memory = max(1, _MEMORY // max(1, self.notes.record_bytes))
+            # Poisson batches are seldom larger than by 4 standard deviations.
+            return min(by_memory, batch_size + 4 * math.isqrt(batch_size) + 1)
+        parameters = sum(math.prod(v.shape) for v in self._trainable)
+        return data.microbatch_size(parameters, batch_size)
+
     def choose_engine(self, row_specs: dict, rows: dict | None = None) -> None:
         """Chooses the gradient engine for batches of rows of these specs.
 
@@ -158,6 +184,31 @@ class MicrobatchSum:
             # Only a graph can be searched for writes.
             self.try_engine(self.engine, specs, rows)
 
+    def why_not(self, name: str, rows: dict) -> str:
+        """Returns why an engine cannot serve the model; empty where it can."""
+        specs = tf.nest.map_structure(
+            lambda t: tf.TensorSpec(t.shape[1:], t.dtype), rows
+        )
+        engine, notes = engines.ENGINES[name], self.notes
+        try:
+            return engines.reason_against(
+                engine, lambda e: self.try_engine(e, specs, rows)
+            )
+        finally:
+            self.notes = notes
+
+    def trial_sum(self, engine: GradientEngine, rows: dict) -> Callable:
+        """Returns a function that computes the clipped sum of rows, of no step."""
+        zero = tf.constant(0, tf.int64)
+        count = tf.nest.flatten(rows)[0].shape[0]
+        optimizer, weights = self._optimizer, values_of(self._trainable)
+        state = optimizer.step_state(weights, zero)
+        params = optimizer.mechanism.sample_params(optimizer.mechanism_state())
+        run, given = self._function(engine, params)
+        seeds = self.seeds(zero, tf.range(count))
+        arguments = (self.points(state), *given, rows, seeds, tf.constant(count))
+        return lambda: run(*arguments)[0]
+
     def try_engine(
         self, engine: GradientEngine, row_specs: dict, rows: dict | None = None
     ) -> None:
@@ -169,8 +220,8 @@ class MicrobatchSum:
         """
         if engine.name == "bookkeeping":
             made_up = tf.nest.map_structure(_made_up, row_specs)
-            some = rows is not None and tf.nest.flatten(rows)[0].shape[0]
-            self._try_bookkeeping(engine, rows if some else made_up)
+            real = rows if rows and tf.nest.flatten(rows)[0].shape[0] else made_up
+            self._try_bookkeeping(engine, real)
             return
         rows = tf.nest.map_structure(_zeros, row_specs)
         optimizer, zero = self._optimizer, tf.constant(0, tf.int64)
@@ -197,9 +248,10 @@ class MicrobatchSum:
             for j, point in enumerate(self._optimizer.query.points(state))
         )
         other = values_of(self._other)
+        self.notes = EngineNotes()
         engines.try_bookkeeping(
             engine,
-            lambda *clip: self._problem(points, other, *clip),
+            lambda *clip: self._problem(points, other, *clip, notes=self.notes),
             rows,
             self.seeds(tf.constant(0, tf.int64), tf.range(engines.TRIED)),
             half=any(

@@ -40,6 +40,13 @@ class PrivateStep:
         self.resume_step = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.watch = WeightsWatch(self._trainable)
 
+    @classmethod
+    def chosen(cls, model, row_specs: dict, rows: dict | None) -> "PrivateStep":
+        """Makes the step of a built model; see `MicrobatchSum.choose_engine`."""
+        step = cls(model, model.jit_microbatch, model.run_eagerly)
+        step.microbatch.choose_engine(row_specs, rows)
+        return step
+
     def __call__(self, batch: dict) -> None:
         """Does the step for a logical batch of `data.py`."""
         optimizer = self._optimizer

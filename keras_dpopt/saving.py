@@ -48,7 +48,7 @@ class PrivateSaving(MixIn):
         """Returns the configuration of `compile`."""
         config = super().get_compile_config()
         if config:
-            config["jit_compile"] = self._jit_microbatch or "auto"
+            config["jit_compile"] = self.jit_microbatch or "auto"
         return config
 
     def compile_from_config(self, config):

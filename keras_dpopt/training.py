@@ -4,7 +4,6 @@
 replaces Keras', and everything else stays Keras' own.
 """
 
-import math
 from typing import Any
 
 import tensorflow as tf
@@ -19,13 +18,14 @@ from keras_dpopt import (
     step_checks,
 )
 from keras_dpopt.dp_optimizer import check_private_optimizer
+from keras_dpopt.engine_report import EngineReport
 from keras_dpopt.fit_run import FitRun
 from keras_dpopt.model_ledger import ModelLedger
 from keras_dpopt.private_step import PrivateStep
 from keras_dpopt.saving import PrivateSaving
 
 
-class PrivateTraining(PrivateSaving):
+class PrivateTraining(EngineReport, PrivateSaving):
     """Makes a Keras model train with differential privacy, and in no other way."""
 
     def __init__(self, *args, **kwargs):
@@ -54,12 +54,12 @@ class PrivateTraining(PrivateSaving):
 
         Args:
             optimizer: A private optimizer of `keras_dpopt`; there is no default.
-            loss: As in Keras.
-            loss_weights: As in Keras.
-            metrics: As in Keras. Their values on training data are not private.
-            weighted_metrics: As in Keras.
-            run_eagerly: As in Keras.
-            steps_per_execution: As in Keras.
+            loss: As in Keras, and so are the others that are not explained here.
+            loss_weights: See `loss`.
+            metrics: Their values on training data are not private.
+            weighted_metrics: See `metrics`.
+            run_eagerly: See `loss`.
+            steps_per_execution: See `loss`.
             jit_compile: `True` lets XLA compile the gradient of one microbatch. "auto"
                 does not: on a CPU, XLA makes per-example convolutions much slower.
             auto_scale_loss: Ignored: the training step scales float16 losses itself,
@@ -85,7 +85,7 @@ class PrivateTraining(PrivateSaving):
         )
         self._compiled_optimizer = optimizer
         self._own_train_function = self.train_function
-        self._jit_microbatch = jit_compile is True and not run_eagerly
+        self.jit_microbatch = jit_compile is True and not run_eagerly
         self.private_step = None
 
     # --- fit -------------------------------------------------------------------------
@@ -125,19 +125,20 @@ class PrivateTraining(PrivateSaving):
             x: Arrays; or a data set that the caller batched (`tf.data.Dataset`,
                 `PyDataset`, generator).
             y: Targets, with arrays.
-            batch_size: Expected size of a batch, with arrays. May be left out if the
+            batch_size: Expected size of a batch, with arrays; not needed if the
                 optimizer has an `expected_batch_size`.
             epochs: As in Keras.
             verbose: As in Keras.
             callbacks: As in Keras; with `keras_dpopt.PrivacyBudget` among them the
                 training ends before the budget is exceeded.
-            validation_split: As in Keras. These rows are not protected.
-            validation_data: As in Keras. Not protected.
+            validation_split: As in Keras. These rows are not protected, nor are those
+                of `validation_data`.
+            validation_data: As in Keras.
             shuffle: Must be `True` with arrays, because batches are drawn at random;
                 as in Keras with a `PyDataset`.
             class_weight: As in Keras; multiplies a record's loss before the clip.
-            sample_weight: As in Keras; multiplies a record's loss before the clip.
-            initial_epoch: As in Keras, as the next four.
+            sample_weight: See `class_weight`.
+            initial_epoch: As in Keras, as are the next four.
             steps_per_epoch: See `initial_epoch`.
             validation_steps: See `initial_epoch`.
             validation_batch_size: See `initial_epoch`.
@@ -321,13 +322,8 @@ class PrivateTraining(PrivateSaving):
         keras_compat.build_for(self, row_specs)
         fit_arguments.check_variables(self)
         if self.private_step is None:
-            step = PrivateStep(self, self._jit_microbatch, self.run_eagerly)
-            step.microbatch.choose_engine(row_specs, some_rows())
-            self.private_step = step
-        return self.optimizer.microbatch_size or data.microbatch_size(
-            sum(math.prod(v.shape) for v in self.trainable_variables),
-            self.optimizer.expected_batch_size,
-        )
+            self.private_step = PrivateStep.chosen(self, row_specs, some_rows())
+        return self.private_step.microbatch.size()
 
     def _check_ready(self):
         # Before anything is planned: the run that is on follows its own plan.

@@ -160,7 +160,7 @@ def described(name, model):
                 "optimizer": type(optimizer).__name__,
                 "learning_rate": float(optimizer.learning_rate),
                 "steps_per_execution": model.steps_per_execution,
-                "jit_compile": model._jit_microbatch,
+                "jit_compile": model.jit_microbatch,
                 "iterations": int(optimizer.iterations),
                 "releases": optimizer.releases(),
                 "steps": model.privacy_ledger.sync().total_steps,

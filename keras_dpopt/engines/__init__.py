@@ -8,6 +8,7 @@ from absl import logging
 from keras_dpopt.engines.base import GradientEngine, GradientProblem
 from keras_dpopt.engines.bookkeeping import BookkeepingEngine
 from keras_dpopt.engines.loop import LoopEngine
+from keras_dpopt.engines.notes import EngineNotes
 from keras_dpopt.engines.operation_rules import NoRule
 from keras_dpopt.engines.trial import RECORDS as TRIED
 from keras_dpopt.engines.trial import bookkeeping as try_bookkeeping
@@ -17,8 +18,10 @@ from keras_dpopt.types import UnsupportedModelError
 __all__ = [
     "ENGINES",
     "TRIED",
+    "EngineNotes",
     "GradientEngine",
     "GradientProblem",
+    "reason_against",
     "select",
     "try_bookkeeping",
 ]
@@ -63,7 +66,7 @@ def select(
     if name != "auto":
         engine = ENGINES[name]
         if isinstance(engine, BookkeepingEngine):
-            reason = _reason_against(engine, attempt)
+            reason = reason_against(engine, attempt)
             if reason:
                 raise UnsupportedModelError(
                     f"The {name!r} gradient engine cannot serve model {model_name!r} "
@@ -73,7 +76,7 @@ def select(
     *candidates, last = ENGINES.values()
     reasons: dict[str, str] = {}
     for engine in candidates:
-        reason = _reason_against(engine, attempt)
+        reason = reason_against(engine, attempt)
         if not reason:
             break
         reasons[engine.name] = reason
@@ -85,7 +88,7 @@ def select(
     return engine, reasons
 
 
-def _reason_against(engine: GradientEngine, attempt: Callable) -> str:
+def reason_against(engine: GradientEngine, attempt: Callable) -> str:
     """Why an engine cannot serve the model; empty where it can."""
     try:
         attempt(engine)

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dpopt.engines.notes import EngineNotes
 from keras_dpopt.queries import GradientQuery, Point
 from keras_dpopt.types import UnsupportedModelError
 
@@ -35,6 +36,7 @@ class GradientProblem:
             that clip it, and the function that makes a sum of preprocessed records of
             the sums of its parts. `None` where the mechanism wants records.
         static_shapes: Whether the shapes of all tensors have to be known.
+        notes: Is told how the weights are handled, by an engine that chooses.
     """
 
     evaluate: Callable[..., Any]
@@ -46,6 +48,7 @@ class GradientProblem:
     evaluate_batch: Callable[..., Any] | None = None
     clip_factors: Callable[..., Any] | None = None
     static_shapes: bool = True
+    notes: EngineNotes = dataclasses.field(default_factory=EngineNotes)
 
 
 class GradientEngine(abc.ABC):

@@ -27,6 +27,7 @@ from keras_dpopt.engines import (
     subgraphs,
     weight_uses,
 )
+from keras_dpopt.engines.notes import WeightNote
 from keras_dpopt.engines.operation_rules import Call, NoRule, RecordAxis
 from keras_dpopt.engines.terms import Dense
 
@@ -81,16 +82,26 @@ def _masked_sum(problem, rows, seeds, mask):
     axis = RecordAxis(records)
     parts: list[list] = []
     outputs: Any = None
+    operations: list = []
     for point in problem.points:
         weights = [tf.identity(w) for w in point.weights]
         outputs = problem.evaluate_batch(weights, seeds[0], rows)
-        found = _terms(outputs.loss, weights, flat, axis, problem.loss_scale)
+        uses = weight_uses.find(weights, flat)
+        operations = [tuple(use.operation.type for use in of) for of in uses]
+        found = _terms(outputs.loss, weights, uses, axis, problem.loss_scale)
         found = _views(found, point)
         parts = [a + b for a, b in zip(parts, found, strict=True)] if parts else found
     count = len(problem.points[0].weights)
     missing = [i for i in range(count) if not parts[i]]
     base.report_missing(missing, count, problem.names)
-    forms = [norm_forms.choose(part) if part else None for part in parts]
+    forms = []
+    for i, part in enumerate(parts):
+        form, cost = norm_forms.choose(part) if part else (None, None)
+        forms.append(form)
+        if form:
+            name = problem.names[i % count] if problem.names else f"number {i}"
+            note = WeightNote(name, operations[i % count], form.name, cost)
+            problem.notes.weights.append(note)
     none = tf.zeros(records[tf.newaxis], tf.float64)
     bounds = tf.stack([form.bound if form else none for form in forms], 1)
     factors, finish = problem.clip_factors(bounds)
@@ -102,6 +113,7 @@ def _masked_sum(problem, rows, seeds, mask):
         form.weighted_sum(factors[:, i]) if form else tf.zeros(spec.shape)
         for i, (form, spec) in enumerate(zip(forms, specs, strict=True))
     ]
+    problem.notes.measure(records.graph, axis.elements)
     return (
         finish(tuple(sums), mask & finite),
         finite,
@@ -109,12 +121,11 @@ def _masked_sum(problem, rows, seeds, mask):
     )
 
 
-def _terms(losses, weights, data, axis: RecordAxis, loss_scale: float) -> list[list]:
+def _terms(losses, weights, uses, axis: RecordAxis, loss_scale: float) -> list[list]:
     """The terms of all weights at one point."""
-    uses = weight_uses.find(weights, data)
     results = {t.ref(): t for of in uses for use in of for t in use.results}
     total = tf.reduce_sum(losses) * loss_scale
-    derivatives = tf.gradients(total, list(results.values())) if results else []
+    derivatives: Any = tf.gradients(total, list(results.values())) if results else []
     cotangents = dict(zip(results, derivatives, strict=True))
     return [
         [
@@ -142,8 +153,8 @@ def _terms_of(use, weight, cotangents: dict, axis: RecordAxis) -> list:
         inner = subgraphs.uses_in_function(use.operation, use.index, own)
         found = []
         for part, cotangent in inner:
-            none = use.path is None or part.path is None
-            path = None if none else (*use.path, *part.path)
+            chain = use.path is not None and part.path is not None
+            path = (*(use.path or ()), *(part.path or ())) if chain else None
             part = dataclasses.replace(part, path=path)
             own = {t.ref(): cotangent for t in part.results}
             found += _terms_of(part, weight, own, axis)

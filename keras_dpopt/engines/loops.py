@@ -103,7 +103,7 @@ def _run_again(loop, body, uses, cotangents, records):
 
     def step(t, values, written):
         probes = {f"{tap}_probe:0": array.read(t) for tap, array in taps_read}
-        names = [moved.get(t.name, t.name) for t in wanted]
+        names = [str(moved.get(t.name, t.name)) for t in wanted]
         results = subgraphs.imported(definition, body.inputs, values, names, probes)
         values, seen = results[: len(values)], results[len(values) :]
         for old, new in zip(body.inputs[:size], values, strict=True):

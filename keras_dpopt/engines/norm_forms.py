@@ -77,17 +77,29 @@ class FactoredForm:
         return values[0] if len(values) == 1 else tf.add_n(values)
 
 
-def choose(part: Sequence[Any]) -> Any:
-    """Returns the cheaper form for the terms of one weight."""
-    if not all(isinstance(term, Factored) for term in part):
-        return DenseForm(part)
-    if len({(term.shape, term.split) for term in part}) > 1:
-        return DenseForm(part)
+def choose(part: Sequence[Any]) -> tuple[Any, int | None]:
+    """Returns the cheaper form for the terms of one weight, and what it costs.
+
+    The cost is that of one record's norm, in multiplications; `None` where the number
+    of tokens is not known.
+    """
+    if not _joinable(part):
+        return DenseForm(part), None
+    known = all(term.tokens for term in part)
     tokens = sum(term.tokens or _SOME_TOKENS for term in part)
     rows, columns = part[0].rows, part[0].columns
     gram = tokens**2 * (rows * (not part[0].one_hot) + columns)
     dense = (tokens + 4) * rows * columns
-    return FactoredForm(part) if tokens == 1 or gram < dense else DenseForm(part)
+    if tokens == 1:
+        return FactoredForm(part), rows + columns
+    cost = min(gram, dense) if known else None
+    return (FactoredForm if gram < dense else DenseForm)(part), cost
+
+
+def _joinable(part: Sequence[Any]) -> bool:
+    """Whether all terms are factors of the same two halves of the weight."""
+    factored = all(isinstance(term, Factored) for term in part)
+    return factored and len({(term.shape, term.split) for term in part}) == 1
 
 
 def product_bound(term: Factored) -> Any:

@@ -100,12 +100,13 @@ class RecordAxis:
         op = tensor.op
         if op.type == "Reshape":
             return self.elements(op.inputs[0])
-        if op.type in ("Transpose", "SpaceToBatchND"):  # in another order
+        if op.type == "SpaceToBatchND":  # in another order
             return None
         rest = tensor.shape[1:].num_elements() if tensor.shape.rank else None
         if rest is None:
             return None
-        if op.type in ("Placeholder", "PlaceholderWithDefault"):
+        # Where the axis of records came to the front, nothing can be folded into it.
+        if op.type in ("Placeholder", "PlaceholderWithDefault", "Transpose"):
             return rest
         for source in op.inputs:
             if source.shape.rank and source.shape[0] is None:

@@ -85,7 +85,7 @@ def _uses(graph, weight, of_data: set[str]) -> list[Use]:
             continue
         before = known[op.inputs[indices[0]].ref()]
         chain = len(indices) == 1 and len(op.outputs) == 1 and before is not None
-        path = (*before, (op, indices[0])) if chain else None
+        path = (*(before or ()), (op, indices[0])) if chain else None
         known.update((t.ref(), path) for t in op.outputs)
     return uses
 
