@@ -35,9 +35,14 @@ def replay(path):
     keras.utils.set_random_seed(1)
     total = EPOCHS * runs.STEPS
 
-    def model(seed=None, **arguments):
+    def model(seed=None, activation="softmax", **arguments):
         keras.utils.clear_session()  # names count up within a process
-        return runs.model(runs.fiber(seed=seed, **arguments))
+        kernel = keras.initializers.GlorotUniform(seed=1)
+        layer = keras.layers.Dense(runs.CLASSES, activation, kernel_initializer=kernel)
+        made = keras_dpopt.DPSequential([keras.Input((runs.FEATURES,)), layer])
+        loss = "sparse_categorical_crossentropy"
+        made.compile(runs.fiber(seed=seed, **arguments), loss, metrics=["accuracy"])
+        return made
 
     def fit(made, directory, *callbacks, data=0, save_freq: str | int = 1, **arguments):
         backup = keras_dpopt.BackupAndRestore(directory / "backup", save_freq)
@@ -71,8 +76,7 @@ def replay(path):
     forks(model(), kept[0], data=1)
     forks(model(learning_rate=0.001), kept[1])
     forks(model(microbatch_size=2), kept[2])
-    keras.utils.clear_session()
-    forks(runs.model(runs.fiber(), activation="relu"), kept[3])
+    forks(model(activation="sigmoid"), kept[3])
 
     # Interrupted in the replay: what was lost first still counts, once.
     with contextlib.suppress(runs.Interrupted):

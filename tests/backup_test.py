@@ -63,7 +63,9 @@ def _meta(path):
     ("make", "save_freq", "interrupt", "arguments"),
     [
         pytest.param(
-            lambda seed: runs.model(runs.sgd(momentum=0.9, seed=seed), dropout=0.3),
+            lambda seed: runs.model(
+                runs.sgd(momentum=0.9, seed=seed, gradient_engine="auto"), dropout=0.3
+            ),
             "epoch",
             {"epochs": 2},
             {},

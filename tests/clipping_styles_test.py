@@ -381,9 +381,13 @@ def test_adaptive_does_not_clip_without_its_mechanism():
 
 # XLA compiles the microbatches alone, which do not depend on rescaling.
 @pytest.mark.parametrize(
-    ("jit_compile", "rescale"), [(True, False), (False, False), (False, True)]
+    ("engine", "jit_compile", "rescale"),
+    [
+        ("vectorized", True, False),
+        ("vectorized", False, True),
+        ("loop", False, False),
+    ],
 )
-@pytest.mark.parametrize("engine", helpers.ENGINES)
 @pytest.mark.parametrize("name", ["flat", "automatic", "per_layer", "adaptive"])
 def test_styles_on_the_final_weights(name, engine, jit_compile, rescale):
     """Two layers, microbatches with padding, a bad row; against float64 NumPy."""

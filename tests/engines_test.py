@@ -166,11 +166,9 @@ def reference():
     [
         ("vectorized", 1, False),
         ("vectorized", 3, False),
-        ("vectorized", 7, False),
         ("vectorized", 16, False),
         ("vectorized", 3, True),
         ("loop", 3, False),
-        ("loop", 16, False),
         ("loop", 3, True),
     ],
 )
@@ -248,12 +246,14 @@ def test_dropout_masks_differ_between_records_and_steps(engine):
 
 def test_dropout_masks_do_not_depend_on_engine_or_microbatch():
     first = _masks(steps=2, gradient_engine="loop", microbatch_size=1)
-    for engine in helpers.ENGINES:
-        for microbatch_size in (1, 4, 6):
-            again = _masks(
-                steps=2, gradient_engine=engine, microbatch_size=microbatch_size
-            )
-            np.testing.assert_array_equal(first, again)
+    for engine, size in (
+        ("loop", 4),
+        ("vectorized", 1),
+        ("vectorized", 4),
+        ("vectorized", 6),
+    ):
+        again = _masks(steps=2, gradient_engine=engine, microbatch_size=size)
+        np.testing.assert_array_equal(first, again)
     assert (_masks(seed=4) != first[:1]).any()
 
 

@@ -72,9 +72,16 @@ def _check_noise(values, stddev):
     assert p(2 / 3) < 1e-100 and p(3 / 2) < 1e-100
 
 
-@pytest.mark.parametrize("jit_compile", [True, False])
-@pytest.mark.parametrize("microbatch_size", [1, 3, None])
-@pytest.mark.parametrize("engine", helpers.ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "microbatch_size", "jit_compile"),
+    [
+        ("vectorized", 1, True),
+        ("vectorized", 3, False),
+        ("vectorized", None, False),
+        ("loop", 3, True),
+        ("loop", None, False),
+    ],
+)
 def test_noise_on_the_final_weights(engine, microbatch_size, jit_compile):
     model = _noise_model(
         gradient_engine=engine,
@@ -164,9 +171,15 @@ def _hard_rows():
     return np.array(rows, np.float32)
 
 
-@pytest.mark.parametrize("jit_compile", [True, False])
-@pytest.mark.parametrize("engine", helpers.ENGINES)
-@pytest.mark.parametrize("microbatch_size", [4, None])
+@pytest.mark.parametrize(
+    ("engine", "microbatch_size", "jit_compile"),
+    [
+        ("vectorized", 4, True),
+        ("vectorized", None, False),
+        ("loop", None, True),
+        ("loop", 4, False),
+    ],
+)
 def test_clipped_sum_of_hard_rows(engine, microbatch_size, jit_compile):
     rows = _hard_rows()
     for clip in (1.0, 1e-3):
@@ -472,8 +485,10 @@ def _foreign(query, cls=keras_dpopt.DPSGD, shapes=((6,),), **arguments):
     return helpers.rows_model(optimizer, *shapes)
 
 
-@pytest.mark.parametrize("engine", helpers.ENGINES)
-@pytest.mark.parametrize("microbatch_size", [1, 4, None])
+@pytest.mark.parametrize(
+    ("engine", "microbatch_size"),
+    [("vectorized", 4), ("vectorized", None), ("loop", 1), ("loop", 4)],
+)
 def test_foreign_gaussian_query_clips(engine, microbatch_size):
     """Hard rows too: TF Privacy alone would make NaN of them."""
     rows = np.random.default_rng(4).normal(size=(7, 6)).astype("f4")
@@ -489,17 +504,13 @@ def test_foreign_gaussian_query_clips(engine, microbatch_size):
     np.testing.assert_allclose(-model.flat(), want, atol=1e-5)
 
 
-# The first three bring noise of their own; the records of the others are longer than
-# the variables, which `watch_gradients` does not expect.
-_NOT_WITH_A_QUERY = {"DPFTRL", "DPSGLD", "MFDPFTRL", "DPBayesByBackprop", "DPIVON"}
+@pytest.mark.parametrize("name", ["DPSGD", "DPAdamBC", "DPSAM", "FiBeR"])
+def test_foreign_gaussian_query_noises(name):
+    """One release a step, or two; those that correct for the noise know its stddev.
 
-
-@pytest.mark.parametrize(
-    "cls",
-    [c for name, c in helpers.OPTIMIZERS.items() if name not in _NOT_WITH_A_QUERY],
-)
-def test_foreign_gaussian_query_noises(cls):
-    """Every optimizer; those that correct for the noise are told its stddev."""
+    `optimizer_kinds_test.py` has every optimizer with such a query.
+    """
+    cls = helpers.OPTIMIZERS[name]
     model = _foreign(gaussian_query.GaussianSumQuery(0.5, 0.8), cls, SHAPES)
     gradient = helpers.watch_gradients(model)
     x = np.zeros((3, model.size), "f4")

@@ -188,15 +188,21 @@ def test_a_checkpoint_of_a_running_fit_is_no_change(tmp_path):
 
 def _scheduled():
     rates = keras.optimizers.schedules.PiecewiseConstantDecay([2, 6], [1e-4, 1e-3, 0.1])
-    return keras_dpopt.DPSGLD(rates, l2_norm_clip=1.0, noise_multiplier=0.0)
+    return keras_dpopt.DPSGLD(
+        rates, l2_norm_clip=1.0, noise_multiplier=0.0, gradient_engine="loop"
+    )
 
 
 @pytest.mark.parametrize(
     "make",
     [
         _scheduled,
-        lambda: keras_dpopt.MFDPFTRL(l2_norm_clip=1.0, noise_multiplier=9.0, bands=2),
-        lambda: keras_dpopt.DPFTRL(l2_norm_clip=1.0, noise_multiplier=9.0),
+        lambda: keras_dpopt.MFDPFTRL(
+            l2_norm_clip=1.0, noise_multiplier=9.0, bands=2, gradient_engine="loop"
+        ),
+        lambda: keras_dpopt.DPFTRL(
+            l2_norm_clip=1.0, noise_multiplier=9.0, gradient_engine="loop"
+        ),
     ],
     ids=["DPSGLD", "MFDPFTRL", "DPFTRL"],
 )

@@ -444,9 +444,20 @@ def test_the_batch_size_of_the_first_fit_stays():
         model.fit(x, helpers.targets(x), batch_size=4, verbose=0)
 
 
-@every_optimizer
-@pytest.mark.parametrize("trained_before", [False, True])
-def test_another_trainable_set_is_refused(cls, trained_before):
+# Trained before: one of each kind of step, with one point, two, two releases, a sample
+# of the weights, and correlated noise.
+_TRAINED = ["DPSGD", "FiBeR", "DPSAM", "DPIVON", "MFDPFTRL"]
+
+
+@pytest.mark.parametrize(
+    ("name", "trained_before"),
+    [
+        *((name, False) for name in helpers.OPTIMIZERS),
+        *((name, True) for name in _TRAINED),
+    ],
+)
+def test_another_trainable_set_is_refused(name, trained_before):
+    cls = helpers.OPTIMIZERS[name]
     optimizer = contract.make(cls, expected_batch_size=4, gradient_engine="loop")
     model = helpers.rows_model(optimizer, (2, 2), (2,))
     x = np.ones((4, model.size), "f4")

@@ -202,10 +202,15 @@ def test_a_dp_sum_query_serves_or_is_refused(name):
         return
     optimizer = cls(0.1, expected_batch_size=4, gradient_engine="loop", **own)
     model = _noise_model(optimizer)
-    watch = contract.Watch(model, 1)
-    model.train_on_batch(X[:4], Y[:4])
+    watch = contract.Watch(model, 2)
+    for _ in range(2):
+        model.train_on_batch(X[:4], Y[:4])
     assert np.isfinite(model.flat()).all() and np.abs(model.flat()).min() > 0
-    assert watch.stddev(0) == pytest.approx(1.0 / 4)
+    assert watch.stddev(0) == watch.stddev(1) == pytest.approx(1.0 / 4)
+    for first, second in zip(watch.gradient(0), watch.gradient(1), strict=True):
+        assert np.abs(first).min() > 0 and np.abs(first - second).min() > 0
+    if "noise_velocity" in optimizer.named_variables():
+        assert helpers.scalar_slot(optimizer, "noise_velocity") > 0.0
     (phase,) = model.privacy_ledger.sync().phases
     assert set(phase.noise_multipliers) == {2.0}
     with pytest.raises(ValueError, match="dp_sum_query"):
@@ -220,8 +225,19 @@ STYLES = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("name", ["DPSGD", "FiBeR", "DPBayesByBackprop"])
+# Every style: those that change the noise where a correction follows it, and those that
+# look into the record or at its norms where it is two gradients long.
+@pytest.mark.parametrize(
+    ("name", "style"),
+    [
+        ("DPSGD", "automatic"),
+        ("DPSGD", "per layer"),
+        ("FiBeR", "adaptive"),
+        ("FiBeR", "unit norm"),
+        ("DPBayesByBackprop", "per layer"),
+        ("DPBayesByBackprop", "adaptive"),
+    ],
+)
 def test_clipping_styles_train_and_come_back(name, style, tmp_path):
     optimizer = contract.make(
         helpers.OPTIMIZERS[name],

@@ -79,7 +79,9 @@ def functional():
 def sequential():
     """Look-ahead, EMA, several steps an execution, XLA."""
     made = keras_dpopt.DPSequential([keras.Input((runs.FEATURES,)), *runs.layers()])
-    optimizer = runs.fiber(use_ema=True, ema_momentum=0.5, seed=7)
+    optimizer = runs.fiber(
+        use_ema=True, ema_momentum=0.5, seed=7, gradient_engine="vectorized"
+    )
     return _compiled(made, optimizer, steps_per_execution=2, jit_compile=True)
 
 
@@ -116,7 +118,7 @@ def hub_task():
         activation="softmax",
     )
     # The engine is not the point here, and tokens crash oneDNN in the vectorized one.
-    return _compiled(keras_dpopt.make_private(task), runs.sgd(gradient_engine="loop"))
+    return _compiled(keras_dpopt.make_private(task), runs.sgd())
 
 
 MODELS = {

@@ -28,8 +28,15 @@ def test_training_by_a_callback_on_the_same_layers_is_said():
     assert CHANGED in tiny.notes(model)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end", "on_train_end"])
-@pytest.mark.parametrize("trainable", [True, False])
+@pytest.mark.parametrize(
+    ("hook", "trainable"),
+    [
+        ("on_train_batch_end", True),
+        ("on_train_batch_end", False),
+        ("on_epoch_end", True),
+        ("on_train_end", False),
+    ],
+)
 def test_weights_written_by_a_callback_are_said(hook, trainable):
     def write(self, *args, **kwargs):
         kernel = self.model.layers[0 if trainable else 1].kernel
@@ -105,7 +112,9 @@ class KeepsCenters(keras_dpopt.DPModel):
 def test_metrics_write_to_metrics_only(run_eagerly):
     model = KeepsCenters()
     model.compile(
-        tiny.private_sgd(), "sparse_categorical_crossentropy", run_eagerly=run_eagerly
+        tiny.private_sgd(gradient_engine="auto"),
+        "sparse_categorical_crossentropy",
+        run_eagerly=run_eagerly,
     )
     with pytest.raises(keras_dpopt.UnsupportedModelError, match="compute_metrics"):
         tiny.fit(model, X, Y, batch_size=4)
@@ -119,7 +128,8 @@ def test_a_loss_does_not_read_a_metric():
     def loss(y, p):
         return seen.total * keras.losses.sparse_categorical_crossentropy(y, p)
 
-    model = tiny.classifier(loss=loss, metrics=[seen])
+    optimizer = tiny.private_sgd(gradient_engine="auto")
+    model = tiny.classifier(optimizer, loss=loss, metrics=[seen])
     with pytest.raises(keras_dpopt.UnsupportedModelError, match="reads the metric"):
         tiny.fit(model, X, Y, batch_size=4)
     assert tiny.steps(model) == 0
