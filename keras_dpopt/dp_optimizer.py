@@ -65,7 +65,8 @@ class DPOptimizer(
             by. `None` takes `batch_size` of `fit`.
         microbatch_size: Positive int, how many records are held in memory at a time.
             It never changes the result. `None` chooses one.
-        gradient_engine: "auto", "vectorized" or "loop".
+        gradient_engine: "auto", "bookkeeping", "vectorized" or "loop"; see
+            `explain_engine` of the model.
         augmentation_multiplicity: Positive int K: each record is evaluated K times,
             with the model's random layers drawing anew, and its K gradients are
             averaged before the one clip (De et al., 2022).

@@ -43,6 +43,7 @@ PUBLIC = {
     "PrivateModel",
     "UnsupportedModelError",
     "calibration",
+    "check_engine",
     "diagnostics",
     "layers",
     "epsilon",
