@@ -1,46 +1,29 @@
-"""Book-keeping engine: models of several parts, losses, queries, styles and XLA."""
+"""Book-keeping engine: models of several parts, losses, half precision."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from bookkeeping_cases import (
-    BOOKKEEPING,
-    LOOP,
+    IMAGES,
+    SERIES,
+    TEXT,
+    VECTORS,
     Lambda,
     M,
     case,
     check,
     draw,
     functional,
+    mlp,
     model,
-    relative,
     tokens,
 )
 from keras import layers, ops
 
 import keras_dpopt
-from keras_dpopt import clipping_styles
-from keras_dpopt.adaptive_clipping import AdaptiveClipping
 
-TEXT, SERIES, VECTORS = tokens(M, 9), draw(M, 9, 6), draw(M, 6)
-IMAGES = draw(M, 8, 8, 4)
 LENGTHS = (np.arange(9) < np.array([3, 9, 5, 1])[:, None]).astype("float32")
-
-
-def mlp(**arguments):
-    """Two layers."""
-    return model(layers.Dense(5, "tanh", **arguments), layers.Dense(3, **arguments))
-
-
-def convolutional():
-    return model(
-        layers.Conv2D(3, 3, activation="tanh"), layers.Flatten(), layers.Dense(2)
-    )
-
-
-def text():
-    return model(layers.Embedding(7, 5), layers.Dense(3))
 
 
 # --- models --------------------------------------------------------------------------
@@ -188,9 +171,7 @@ def test_a_decorated_call_is_refused_as_by_the_loop():
             return self.dense(x)
 
     made = case(Decorated(), VECTORS)
-    with pytest.raises(
-        keras_dpopt.UnsupportedModelError, match="take the decorator off"
-    ):
+    with pytest.raises(keras_dpopt.UnsupportedModelError, match="decorator off"):
         made.bookkeeping(1.0)
 
 
@@ -294,103 +275,3 @@ def test_half_precision_equals_the_loop(policy, kind):
         ),
     }[kind]()
     check(case(made, x), tolerance=rounding, above=rounding)
-
-
-# --- queries, styles, XLA ------------------------------------------------------------
-
-QUERIES = {
-    "FiBeR": {"noise_correction": None, "kappa": 0.5, "gamma": 0.4},
-    "DiSK": {"noise_correction": None},
-    "DPIVON": {"ess": 50.0, "mc_samples": 2},
-    "DPIVON of Price": {"ess": 50.0, "mc_samples": 2, "hessian": "price"},
-    "DPBayesByBackprop": {"train_size": 50, "rho_init": -1.0},
-    "DPSAT": {},
-}
-
-
-@pytest.mark.parametrize(
-    "make, x", [(mlp, SERIES), (convolutional, IMAGES), (text, TEXT)]
-)
-@pytest.mark.parametrize("name", QUERIES)
-def test_query_equals_the_loop(name, make, x):
-    """Two points, sampled points and records of two views: one clip of the sum."""
-    cls = getattr(keras_dpopt, name.split()[0])
-    check(case(make(), x, cls=cls, **QUERIES[name]))
-
-
-def test_a_query_of_each_records_own_points_is_refused():
-    made = case(mlp(), SERIES, cls=keras_dpopt.BAM)
-    with pytest.raises(NotImplementedError, match="every record's gradient"):
-        made.bookkeeping(1.0)
-
-
-STYLES = {
-    "flat": clipping_styles.FlatClipping(),
-    "automatic": clipping_styles.AutomaticClipping(0.1),
-    "per_layer": clipping_styles.PerLayerClipping(),
-    "adaptive": AdaptiveClipping(),
-}
-
-
-@pytest.mark.parametrize("name", STYLES)
-def test_style_equals_the_loop(name):
-    """The engines themselves, as a step calls them; two of three rows are records."""
-    records, _ = case(convolutional(), IMAGES).records()
-    clip = float(np.median(np.linalg.norm(records, axis=1)))
-    made = case(convolutional(), IMAGES, clipping=STYLES[name], l2_norm_clip=clip)
-    for count in (M, 2):
-        got, want = (made.sum(engine, count) for engine in (BOOKKEEPING, LOOP))
-        assert relative(got, want) <= 1e-5
-
-
-XLA = {
-    "mlp": (mlp, SERIES, {}),
-    "text": (text, TEXT, {}),
-    "convolution": (convolutional, IMAGES, {}),
-    "copies": (mlp, VECTORS, {"augmentation_multiplicity": 2}),
-    "attention": (
-        lambda: functional((9, 6), lambda i: layers.MultiHeadAttention(2, 3)(i, i)),
-        SERIES,
-        {},
-    ),
-    "two points": (mlp, SERIES, {"cls": keras_dpopt.FiBeR, "noise_correction": None}),
-    "LSTM": (lambda: model(layers.LSTM(3)), SERIES, {}),
-}
-
-
-@pytest.mark.parametrize("name", XLA)
-def test_under_xla_equals_the_loop(name):
-    make, x, arguments = XLA[name]
-    check(case(make(), x, **arguments), jit=True)
-
-
-def test_a_step_under_xla_equals_the_loop():
-    """As a step calls it: the sampled weights are part of what is compiled."""
-    arguments = {"cls": keras_dpopt.DPIVON, "ess": 50.0, "seed": 1, "l2_norm_clip": 0.5}
-    got = case(mlp(), SERIES, jit=True, **arguments).sum(BOOKKEEPING, 3)
-    want = case(mlp(), SERIES, **arguments).sum(LOOP, 3)
-    assert relative(got, want) <= 1e-5
-
-
-# --- random layers -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("copies", [1, 3])
-def test_first_row_draws_what_the_record_draws_alone(copies):
-    """The others draw further on: each row something else."""
-    made = case(
-        model(layers.Dropout(0.5), layers.Dense(3)),
-        VECTORS,
-        augmentation_multiplicity=copies,
-        seed=7,
-    )
-    records, _ = made.records()
-    first = made.bookkeeping(1e6, count=1)[0]
-    assert relative(first, records[0]) <= 1e-5
-    same = tf.nest.map_structure(lambda t: tf.gather(t, [0] * M), made.rows)
-    sums = [
-        made.bookkeeping(1e6, rows=same, count=n, static=True)[0] for n in (1, 2, 3)
-    ]
-    assert relative(sums[0], records[0]) <= 1e-5
-    assert relative(sums[1] - sums[0], records[0]) > 0.1
-    assert relative(sums[2] - sums[1], sums[1] - sums[0]) > 0.1

@@ -102,11 +102,14 @@ class RecordAxis:
             return self.elements(op.inputs[0])
         if op.type == "SpaceToBatchND":  # in another order
             return None
+        if op.type == "Transpose":
+            order = tf.get_static_value(op.inputs[1])
+            stays = order is not None and len(order) and order[0] == 0
+            return self.elements(op.inputs[0]) if stays else None
         rest = tensor.shape[1:].num_elements() if tensor.shape.rank else None
         if rest is None:
             return None
-        # Where the axis of records came to the front, nothing can be folded into it.
-        if op.type in ("Placeholder", "PlaceholderWithDefault", "Transpose"):
+        if op.type in ("Placeholder", "PlaceholderWithDefault"):
             return rest
         for source in op.inputs:
             if source.shape.rank and source.shape[0] is None:

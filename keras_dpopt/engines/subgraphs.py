@@ -71,7 +71,8 @@ def uses_in_function(
     name = operation.get_attr("f").name
     body = operation.graph._get_function(name).graph
     inputs = [tf.identity(t) for t in operation.inputs]
-    names = [t.name for t in body.outputs]
+    # Taking derivatives has added outputs to the call.
+    names = [t.name for t in body.outputs[: len(cotangents)]]
     results = imported(body.as_graph_def(), body.inputs, inputs, names)
     data = [t for i, t in enumerate(inputs) if i != index]
     (uses,) = weight_uses.find([inputs[index]], data)
