@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-
 # Columns of the matrices that weights are summed up as.
 _COLUMNS = 1024
 

@@ -9,10 +9,12 @@ The norm of a sum of factored terms needs no G_i:
 language models can be strong differentially private learners", ICLR 2022).
 
 Rounding. What is clipped must be an upper bound of the norm of what is added to the
-sum. With u = 2^-24, gamma_n = n*u and the mass M_i = sum_t ||l_it|| ||r_it||, float32
-errs by at most (gamma_p + gamma_q + 80 u) M_i^2 in the Gram form, whose terms may
-cancel, and the contraction that adds the record up by at most gamma_T M_i. Both are
-added. Squares are summed in runs of at most 64 in float32 and these in float64.
+sum. With u = 2^-24 and the mass M_i = sum_t ||l_it|| ||r_it||, float32 errs by at most
+(p + q + 16) u M_i^2 in the Gram form, whose terms may cancel: p and q are the lengths
+of the scalar products, and a sum of n terms errs by n u in any order (Higham, "Accuracy
+and Stability of Numerical Algorithms", section 4.2). The contraction that adds the
+record up errs by at most (T + 8) u M_i. Both are added. An instantiated G_i is added up
+as it is. Squares are summed in runs of at most 64 in float32 and these in float64.
 """
 
 import math
@@ -39,7 +41,6 @@ class DenseForm:
 
     Args:
         part: Terms of one weight.
-        scales: For a further view of the record, elementwise factors of the terms.
     """
 
     name = "instantiated"
@@ -110,25 +111,28 @@ def product_bound(term: Factored) -> Any:
 
 def gram_bound(terms: Sequence[Factored]) -> Any:
     """Bounds the norm of a sum of factored terms of one weight: float64 `[m]`."""
-    total = tf.constant(0.0, tf.float64)
-    mass = tf.constant(0.0, tf.float64)
+    zero = tf.constant(0.0, tf.float64)
+    total, mass, left_mass, right_mass = zero, zero, zero, zero
     tokens = 0
     for i, first in enumerate(terms):
         left, right = _squared_norms(first)
         mass += tf.reduce_sum(tf.sqrt(left * right), 1)
+        left_mass += tf.reduce_sum(tf.sqrt(left), 1)
+        right_mass += tf.reduce_sum(tf.sqrt(right), 1)
         tokens += tf.shape(first.right)[1]
         for j, second in enumerate(terms[: i + 1]):
-            cross = _lefts(first, second) * tf.matmul(
-                first.right, second.right, transpose_b=True
-            )
-            value = tf.reduce_sum(tf.cast(tf.reduce_sum(cross, 2), tf.float64), 1)
+            rights = tf.matmul(first.right, second.right, transpose_b=True)
+            # In float64: the products of small numbers would vanish, unlike the norm.
+            cross = tf.cast(_lefts(first, second), tf.float64)
+            value = tf.reduce_sum(cross * tf.cast(rights, tf.float64), [1, 2])
             total += value if i == j else 2.0 * value
     rows, columns = terms[0].rows, terms[0].columns
     mass *= _SLACK
-    chain = tf.cast(tokens, tf.float64)
-    error = (rows + columns + 16 + chain) * _U
-    root = tf.sqrt(tf.maximum(total, 0.0) + error * tf.square(mass))
-    return root * (1.0 + 8 * _U) + (chain + 8) * _U * mass
+    error = (rows + columns + 16) * _U * tf.square(mass)
+    # What the two matrices may have lost below the normal range.
+    lost = _SMALLEST * (rows * tf.square(right_mass) + columns * tf.square(left_mass))
+    root = tf.sqrt(tf.maximum(total, 0.0) + error + 4.0 * lost)
+    return root * (1.0 + 8 * _U) + (tf.cast(tokens, tf.float64) + 8) * _U * mass
 
 
 def _lefts(first: Factored, second: Factored) -> Any:
