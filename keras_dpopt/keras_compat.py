@@ -169,9 +169,9 @@ def own_variables(layer: keras.Layer) -> list:
     return [*layer.variables, *layer.metrics_variables]
 
 
-def call_for_training(model: keras.Model, x: Any) -> Any:
-    """Calls the model as Keras' `train_step` does."""
-    return model(x, training=True) if model._call_has_training_arg else model(x)
+def call_for_training(model: keras.Model, x: Any, training: bool = True) -> Any:
+    """Calls the model as Keras' `train_step` does, or its `test_step`."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
 
 
 def call_nested(model: keras.Model, inputs: Any, training: Any, mask: Any) -> Any:

@@ -54,6 +54,7 @@ class RecordLoss:
             of its seed generators.
         seed_states: The states of the seed generators.
         copies: K, 1 or more: how often a record is evaluated.
+        training: Whether the model runs as in training.
 
     Raises:
         ValueError: if `copies` is less than 1.
@@ -69,12 +70,13 @@ class RecordLoss:
         other_variables: Sequence[Any],
         seed_states: Sequence[Any],
         copies: int = 1,
+        training: bool = True,
     ):
         if copies < 1:
             raise ValueError(
                 f"copies must be at least 1, got {copies}. 1 evaluates a record once."
             )
-        self._copies = copies
+        self._copies, self._training = copies, training
         self._model = model
         self._trainable = list(model.trainable_variables)
         self._other = list(other_variables)
@@ -158,7 +160,8 @@ class RecordLoss:
         ]
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
             before = keras_compat.state_of(scope)
-            y_pred = keras_compat.call_for_training(self._model, repeated["x"])
+            x = repeated["x"]
+            y_pred = keras_compat.call_for_training(self._model, x, self._training)
             if keras_compat.collected_losses(scope):
                 raise NotImplementedError("a layer adds a loss of its own")
             losses = self._of_rows(
@@ -184,7 +187,8 @@ class RecordLoss:
         mapping = [*values, *zip(self._seed_states, states, strict=True)]
         with keras.StatelessScope(mapping, collect_losses=True) as scope:
             before = keras_compat.state_of(scope)
-            y_pred = keras_compat.call_for_training(self._model, _repeated(x, copies))
+            many = _repeated(x, copies)
+            y_pred = keras_compat.call_for_training(self._model, many, self._training)
             if copies > 1 and keras_compat.collected_losses(scope):
                 return None, states
             rows = [_row(y_pred, k, copies) for k in range(copies)]

@@ -106,13 +106,16 @@ class MicrobatchSum:
         step_checks.refuse_state(graph)
         step_checks.refuse_metric_reads(graph, self._model)
 
-    def _problem(self, points, other, preprocess, clip_factors, **arguments):
+    def _problem(
+        self, points, other, preprocess, clip_factors, training=True, **arguments
+    ):
         """What is asked of an engine, at these points."""
         record_loss = losses.RecordLoss(
             self._model,
             self._other,
             self._seed_states,
             self._optimizer.augmentation_multiplicity,
+            training,
         )
         return GradientProblem(
             evaluate=lambda w, s, record: record_loss(w, other, s, record),
@@ -219,6 +222,8 @@ class MicrobatchSum:
         others get rows of zeros.
         """
         if engine.name == "bookkeeping":
+            if self._optimizer.mechanism.clip_factors is None:
+                raise NotImplementedError("the dp_sum_query clips whole records")
             made_up = tf.nest.map_structure(_made_up, row_specs)
             real = rows if rows and tf.nest.flatten(rows)[0].shape[0] else made_up
             self._try_bookkeeping(engine, real)

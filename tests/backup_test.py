@@ -18,6 +18,7 @@ import tensorflow as tf
 import keras_dpopt
 
 EPOCHS = 3
+BY_AUTO = {"momentum": 0.9, "gradient_engine": "auto"}
 
 
 def _backup(path, **arguments):
@@ -63,9 +64,7 @@ def _meta(path):
     ("make", "save_freq", "interrupt", "arguments"),
     [
         pytest.param(
-            lambda seed: runs.model(
-                runs.sgd(momentum=0.9, seed=seed, gradient_engine="auto"), dropout=0.3
-            ),
+            lambda seed: runs.model(runs.sgd(**BY_AUTO, seed=seed), dropout=0.3),
             "epoch",
             {"epochs": 2},
             {},

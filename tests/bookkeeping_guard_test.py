@@ -85,9 +85,9 @@ def cancelling(size, rest, width=5):
     return x, y
 
 
-@pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(
-    "size, rest", [(1e6, 0.0), (1e6, 0.1), (1e6, 1e3), (1e15, 1.0)]
+    "size, rest, jit",
+    [(1e6, 0.0, False), (1e6, 0.1, True), (1e6, 1e3, False), (1e15, 1.0, False)],
 )
 def test_cancelling_tokens(size, rest, jit, form):
     """The entries of the Gram matrix are 1e12 and their sum is 0 to 1e6."""
@@ -95,7 +95,7 @@ def test_cancelling_tokens(size, rest, jit, form):
     hold(dense(x, y), gradients(x, y), in_factors=form == "gram", jit=jit)
 
 
-@pytest.mark.parametrize("size, rest", [(1e6, 0.0), (1e6, 0.1), (1e15, 1.0)])
+@pytest.mark.parametrize("size, rest", [(1e6, 0.1), (1e15, 1.0)])
 def test_cancelling_tokens_of_an_embedding(size, rest, form):
     _, y = cancelling(size, rest)
     ids = np.repeat(tokens(M, 1), T, axis=1)
@@ -112,12 +112,13 @@ def test_opposing_points(form):
     hold(made, gradients(x, y), in_factors=form == "gram")
 
 
-@pytest.mark.parametrize("times", [2.0**50, 2.0**-50])
-@pytest.mark.parametrize("where", ["weight", "x", "y"])
-def test_factors_of_1e15(where, times, form):
+@pytest.mark.parametrize(
+    "where, power", [("weight", 50), ("x", 50), ("y", 50), ("x", -50)]
+)
+def test_factors_of_1e15(where, power, form):
     """In a sample weight, an input or a derivative: the same sum to the last digits."""
     x, y = draw(M, 9, 6), draw(M, 9, 5, seed=1)
-    weight = np.ones(M, np.float32)
+    times, weight = 2.0**power, np.ones(M, np.float32)
     parts = {"weight": weight, "x": x, "y": y}
     parts[where] = parts[where] * np.float32(times)
     made = dense(parts["x"], parts["y"], sample_weight=parts["weight"])
@@ -129,7 +130,7 @@ def test_factors_of_1e15(where, times, form):
         np.testing.assert_allclose(reached, np.linalg.norm(true, axis=1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e-6, 1.0, 1e6, 1e15])
+@pytest.mark.parametrize("scale", [1e-30, 1e-15, 1.0, 1e15])
 def test_records_of_any_scale(scale, form):
     """Ordinary but for their scale: none is clipped below 99 % of what it may add."""
     x, y = draw(M, 9, 6) * np.float32(scale), draw(M, 9, 5, seed=1)
@@ -143,8 +144,7 @@ def test_records_of_any_scale(scale, form):
         assert relative(alone(made, i), want) <= 1e-5
 
 
-@pytest.mark.parametrize("scale", [1e18, 1e25, 1e37])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("scale, jit", [(1e18, True), (1e25, False), (1e37, False)])
 def test_squares_beyond_float32(scale, jit, form):
     """An overflow in a norm must not be lost on the way to the factor."""
     x, y = cancelling(scale, 0.0)
@@ -185,8 +185,7 @@ def test_padding_leaves_no_trace(way):
     np.testing.assert_array_equal(made.bookkeeping(clip, count=0, **how)[0], 0.0)
 
 
-@pytest.mark.parametrize("part", ["x", "y"])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("part, jit", [("x", False), ("x", True), ("y", False)])
 def test_records_that_are_not_finite_add_zero(part, jit):
     """And the others what they would without them."""
     made = case(mlp(), VECTORS)

@@ -105,7 +105,7 @@ def test_frozen_weights_do_not_shrink_the_microbatch():
     model.compile(private_sgd(expected_batch_size=64), "mse")
     model.train_on_batch(np.ones((2, 3000)), np.ones((2, 1)))
     specs = {"x": tf.TensorSpec([None, 3000]), "y": tf.TensorSpec([None, 1])}
-    assert model._prepare(specs) == 64
+    assert model._prepare(specs, lambda: None) == 64
 
 
 def test_a_stop_asked_for_before_the_first_batch_holds():

@@ -46,6 +46,8 @@ TWINS = {
         {"learning_rate": 0.02, "rho": 0.5, "epsilon": 1e-3, "weight_decay": 0.1},
     ),
 }
+RULES = ["momentum", "nesterov", "adamw", "rmsprop"]
+NON_NEG, MAX_NORM = keras.constraints.NonNeg(), keras.constraints.MaxNorm(0.3)
 SCHEDULES = {
     "exponential": lambda: keras.optimizers.schedules.ExponentialDecay(0.2, 3, 0.5),
     "pieces": lambda: keras.optimizers.schedules.PiecewiseConstantDecay(
@@ -112,13 +114,7 @@ def test_twin(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        ("momentum", "exponential"),
-        ("nesterov", "pieces"),
-        ("adamw", "cosine"),
-        ("rmsprop", "exponential"),
-    ],
+    ("name", "schedule"), zip(RULES, [*SCHEDULES, "pieces"], strict=True)
 )
 def test_twin_with_schedule(name, schedule):
     twins, arguments = TWINS[name]
@@ -160,36 +156,28 @@ def test_twin_with_ema(name, overwrite):
 
 @pytest.mark.parametrize(
     ("name", "constraint"),
-    [
-        ("sgd", keras.constraints.NonNeg),
-        ("momentum", lambda: keras.constraints.MaxNorm(0.3)),
-        ("adamw", lambda: keras.constraints.MaxNorm(0.3)),
-    ],
+    [("sgd", NON_NEG), ("momentum", MAX_NORM), ("adamw", MAX_NORM)],
 )
 def test_twin_with_constraint(name, constraint):
     twins, arguments = TWINS[name]
-    ours, twin = _pair(twins, arguments, kernel_constraint=constraint())
+    ours, twin = _pair(twins, arguments, kernel_constraint=constraint)
     x, y = helpers.classes(BATCH)
     for step in range(6):
         ours.train_on_batch(x, y)
         twin.train_on_batch(x, y)
         _close(ours.get_weights(), twin.get_weights(), f"step {step}")
     kernel = ours.get_weights()[0]
-    np.testing.assert_allclose(constraint()(kernel), kernel, rtol=1e-5)
+    np.testing.assert_allclose(constraint(kernel), kernel, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("name", "regularizer"),
-    [
-        ("sgd", keras.regularizers.L1),
-        ("momentum", keras.regularizers.L2),
-        ("adamw", keras.regularizers.L2),
-    ],
+    ("name", "regularizer"), [("sgd", "L1"), ("momentum", "L2"), ("adamw", "L2")]
 )
 def test_twin_with_regularizer(name, regularizer):
     """The regularizer acts once a step, and not once a record."""
     twins, arguments = TWINS[name]
-    ours, twin = _pair(twins, arguments, kernel_regularizer=regularizer(0.1))
+    regularizer = getattr(keras.regularizers, regularizer)(0.1)
+    ours, twin = _pair(twins, arguments, kernel_regularizer=regularizer)
     free, _ = _pair(twins, arguments)
     x, y = helpers.classes(BATCH)
     for step in range(6):

@@ -69,8 +69,10 @@ def _split(shape, rows: int) -> int | None:
 
 
 def _transpose(term, op, index):
-    shape = tuple(op.inputs[index].shape)
-    order = tuple(int(axis) for axis in tf.get_static_value(op.inputs[1]))
+    known = tf.get_static_value(op.inputs[1])
+    if known is None:
+        return _by_derivative(term, op, index)
+    shape, order = tuple(op.inputs[index].shape), tuple(int(axis) for axis in known)
     if isinstance(term, Factored) and not term.one_hot:
         split = term.split
         if order == (
@@ -118,8 +120,10 @@ def _by_derivative(term, op, index):
 def _general(term, tensor, weight):
     def make():
         def one(gradient):
-            back = tf.gradients(tensor, [weight], [tf.cast(gradient, tensor.dtype)])
-            return tf.convert_to_tensor(back[0])
+            gradient = tf.cast(gradient, tensor.dtype)
+            return tf.gradients(
+                tensor, [weight], [gradient], unconnected_gradients="zero"
+            )[0]
 
         return tf.cast(tf.vectorized_map(one, term.dense()), tf.float32)
 

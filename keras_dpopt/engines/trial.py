@@ -4,8 +4,12 @@ It evaluates the records of a batch together, so it is right only for a model th
 them apart, and only where its rules follow what the model does. Neither is taken on
 trust. On a few records, at weights near the model's, it must give
 
-    the gradient and the clipped gradient of the loop engine, record by record, and
-    the same contribution of a record whatever the other records of its batch are.
+    the gradient and the clipped gradient of the loop engine, record by record,
+    the same contribution of a record whatever the other records of its batch are, and
+    the same at the first and the last place as in a batch of one.
+
+Random layers draw row after row, so at the first place a record gets the draw that it
+gets alone; for another place the trial runs the model as in inference.
 """
 
 from collections.abc import Callable
@@ -20,7 +24,7 @@ from keras_dpopt.engines import base
 from keras_dpopt.engines.operation_rules import NoRule
 
 # Records that are tried.
-RECORDS = 3
+RECORDS = 4
 
 # No clipping at all, and clipping of every record.
 _CLIPS = (1e12, 1e-8)
@@ -41,7 +45,8 @@ def bookkeeping(
 
     Args:
         engine: The engine.
-        problem: Function from `(preprocess, clip_factors)` to a `GradientProblem`.
+        problem: Function from `(preprocess, clip_factors, training)` to a
+            `GradientProblem`.
         rows: Records, `[RECORDS, ...]`.
         seeds: Their seeds, `[RECORDS, number of seed generators, 2]`.
         half: Whether the model computes in half precision.
@@ -51,32 +56,43 @@ def bookkeeping(
         NoRule: if the engine cannot serve the model.
         UnsupportedModelError: if no engine can.
     """
-    trial = _Trial(engine, problem, rows, seeds, check)
     rounding = _HALF_ROUNDING if half else _ROUNDING
+    trial = _Trial(engine, problem, rows, seeds, check)
+    clip = _CLIPS[-1]
     for i in range(RECORDS):
-        for clip in _CLIPS:
-            here, alone = trial.together([i], [i], 0, clip), trial.alone(i, clip)
-            if _difference(here, alone) > rounding:
+        for each in _CLIPS:
+            if _difference(trial.among([i], 0, each), trial.alone(i, each)) > rounding:
                 raise NoRule("its gradient of a record is not that of the loop")
-        others = [j for j in range(RECORDS) if j != i]
-        for order, place in (([i, *others], 0), ([*others, i], len(others))):
-            among = trial.together(order, order, place, clip)
-            again = trial.together([i] * RECORDS, order, place, clip)
+        for order, place in _places(i):
+            among = trial.among(order, place, clip)
+            again = trial.among(order, place, clip, instead=[i] * RECORDS)
             if _difference(among, again) > _SAME_SHAPE:
                 raise CoupledRecordsError(
                     "what the model makes of a record depends on the others"
                 )
-            # Random layers draw row after row, so the first row draws what a record
-            # draws alone, and the others something else.
-            comparable = place == 0 or not trial.is_random(i, clip)
-            if comparable and _difference(among, alone) > rounding:
-                raise CoupledRecordsError(
-                    "a record is something else in a batch of one"
-                )
+        _compare_place(trial, *_places(i)[0], clip, rounding)
+    if trial.is_random(0, clip):
+        trial = _Trial(engine, problem, rows, seeds, check, training=False)
+    if not trial.is_random(0, clip):
+        for order, place in _places(0):
+            _compare_place(trial, order, place, clip, rounding)
+
+
+def _places(i: int) -> tuple:
+    """Batches with record i at the first place, and at the last."""
+    others = [j for j in range(RECORDS) if j != i]
+    return ([i, *others], 0), ([*others, i], len(others))
+
+
+def _compare_place(trial, order, place: int, clip: float, rounding: float) -> None:
+    """Compares what a record adds at this place with what it adds alone."""
+    among, alone = trial.among(order, place, clip), trial.alone(order[place], clip)
+    if _difference(among, alone) > rounding:
+        raise CoupledRecordsError("a record is something else in a batch of one")
 
 
 class _Trial:
-    def __init__(self, engine, problem, rows, seeds, check):
+    def __init__(self, engine, problem, rows, seeds, check, training=True):
         self._rows, self._seeds = rows, seeds
         self._known: dict = {}
 
@@ -85,6 +101,7 @@ class _Trial:
             return problem(
                 lambda record: tuple(clipping.clip_record(record, clip)),
                 lambda bounds: (style.factors(bounds, clip, None), _only_sums),
+                training,
             )
 
         def together(rows, seeds, count, clip):
@@ -115,13 +132,23 @@ class _Trial:
         values, outputs = self._alone(row, states, tf.constant(clip, tf.float64))
         return _found(values, outputs, clip)
 
-    def together(self, records, seeds, place: int, clip: float) -> dict:
-        """Gradient and outputs of the record at `place` of a batch of these records."""
-        key = (tuple(records), tuple(seeds), place, clip)
+    def among(
+        self, records: list, place: int, clip: float, instead: list | None = None
+    ) -> dict:
+        """Gradient and outputs of the record at `place` of a batch of these records.
+
+        Args:
+            records: Numbers of the records, whose seeds the batch has.
+            place: In the batch.
+            clip: The clipping norm.
+            instead: Other records, with the same seeds.
+        """
+        key = (tuple(records), place, clip, tuple(instead or ()))
         if key not in self._known:
-            upto, outputs = self._sum(records, seeds, place + 1, clip)
+            batch = (instead or records, records)
+            upto, outputs = self._sum(*batch, place + 1, clip)
             if place:
-                before, _ = self._sum(records, seeds, place, clip)
+                before, _ = self._sum(*batch, place, clip)
                 upto = [a - b for a, b in zip(upto, before, strict=True)]
             outputs = tf.nest.map_structure(lambda t: t[place], outputs)
             self._known[key] = _found(upto, outputs, clip)
