@@ -102,7 +102,8 @@ def test_frozen_weights_do_not_shrink_the_microbatch():
     model = keras_dpopt.DPSequential(
         [keras.Input((3000,)), frozen, keras.layers.Dense(1)]
     )
-    model.compile(private_sgd(expected_batch_size=64), "mse")
+    optimizer = private_sgd(expected_batch_size=64, gradient_engine="vectorized")
+    model.compile(optimizer, "mse")
     model.train_on_batch(np.ones((2, 3000)), np.ones((2, 1)))
     specs = {"x": tf.TensorSpec([None, 3000]), "y": tf.TensorSpec([None, 1])}
     assert model._prepare(specs, lambda: None) == 64

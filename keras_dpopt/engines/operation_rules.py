@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dpopt.engines.matmul_converter import sound_matmul
+from keras_dpopt.engines.mapping import vectorized_map
 from keras_dpopt.engines.terms import Dense, Factored
 
 
@@ -278,9 +278,7 @@ def _generic(call, cotangent, axis):
         blocks = _blocks(call.inputs[data[0]])
         rows = [axis.split(call.inputs[i], call.inputs[i], blocks) for i in data]
         rows.append(axis.split(cotangent, call.result, blocks))
-        with sound_matmul():
-            values = tf.vectorized_map(one, tuple(rows))
-        return tf.cast(values, tf.float32)
+        return tf.cast(vectorized_map(one, tuple(rows)), tf.float32)
 
     return Dense(make, tuple(weight.shape))
 

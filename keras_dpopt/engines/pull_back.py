@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dpopt.engines.mapping import vectorized_map
 from keras_dpopt.engines.terms import Dense, Factored
 
 
@@ -125,7 +126,7 @@ def _general(term, tensor, weight):
                 tensor, [weight], [gradient], unconnected_gradients="zero"
             )[0]
 
-        return tf.cast(tf.vectorized_map(one, term.dense()), tf.float32)
+        return tf.cast(vectorized_map(one, term.dense()), tf.float32)
 
     return Dense(make, tuple(weight.shape))
 

@@ -70,7 +70,8 @@ def bookkeeping(
                 raise CoupledRecordsError(
                     "what the model makes of a record depends on the others"
                 )
-        _compare_place(trial, *_places(i)[0], clip, rounding)
+        order, place = _places(i)[0]
+        _compare_place(trial, order, place, clip, rounding)
     if trial.is_random(0, clip):
         trial = _Trial(engine, problem, rows, seeds, check, training=False)
     if not trial.is_random(0, clip):

@@ -1,13 +1,11 @@
 """The vectorized engine: all records of a microbatch at once, as TF Privacy does."""
 
-import contextlib
 import functools
-import logging
 
 import tensorflow as tf
 
 from keras_dpopt.engines import base
-from keras_dpopt.engines.matmul_converter import sound_matmul
+from keras_dpopt.engines.mapping import vectorized_map
 
 
 class VectorizedEngine(base.GradientEngine):
@@ -20,10 +18,9 @@ class VectorizedEngine(base.GradientEngine):
 
     def clipped_sum(self, problem, rows, seeds, count):
         """See `GradientEngine.clipped_sum`."""
-        with sound_matmul(), _without_pfor_notes():
-            records, outputs = tf.vectorized_map(
-                lambda args: base.clipped_record(problem, *args), (rows, seeds)
-            )
+        records, outputs = vectorized_map(
+            lambda args: base.clipped_record(problem, *args), (rows, seeds)
+        )
         size = tf.nest.flatten(rows)[0].shape[0]
         mask = tf.range(size) < count
         return tf.nest.map_structure(
@@ -37,25 +34,3 @@ def _masked_sum(mask, values):
     return tf.reduce_sum(
         tf.where(tf.reshape(mask, shape), values, tf.zeros([], values.dtype)), axis=0
     )
-
-
-@contextlib.contextmanager
-def _without_pfor_notes():
-    """Keeps TensorFlow's notes on vectorizing from users.
-
-    It logs "... uses a while_loop. Fix that!" for each convolution whose filter
-    gradient it maps by a loop over the records, which costs least on a CPU; and pages
-    of traces where it cannot vectorize, which `engines.select` says in one line.
-    """
-    notes = logging.Filter()
-    notes.filter = lambda record: (
-        not any(
-            text in record.getMessage() for text in ("uses a while_loop", "while pfor")
-        )
-    )
-    logger = tf.get_logger()
-    logger.addFilter(notes)
-    try:
-        yield
-    finally:
-        logger.removeFilter(notes)
