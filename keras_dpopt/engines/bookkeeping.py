@@ -56,27 +56,11 @@ class BookkeepingEngine(base.GradientEngine):
         if not problem.static_shapes:
             rows = tf.nest.map_structure(lambda t: t[:count], rows)
             mask = mask[:count]
-        total, finite, outputs = traced(rows, seeds, mask)
-
-        def again():
-            # 0 * NaN is NaN, so a record that is not finite is replaced by one that is.
-            place = tf.cast(tf.argmax(finite), tf.int32)
-            order = tf.where(finite, tf.range(tf.shape(finite)[0]), place)
-            other = tf.nest.map_structure(lambda t: tf.gather(t, order), rows)
-            total, finite_now, _ = traced(other, seeds, mask & finite)
-            none = tf.nest.map_structure(tf.zeros_like, total)
-            return tf.cond(tf.reduce_all(finite_now), lambda: total, lambda: none)
-
-        total = tf.cond(tf.reduce_all(finite), lambda: total, again)
-        return total, outputs
+        return traced(rows, seeds, mask)
 
 
 def _masked_sum(problem, rows, seeds, mask):
-    """The sum over the records of a mask `[m]`; NaN if any of the batch is not finite.
-
-    Returns:
-        `(sum, finite, outputs)`, with `finite` `[m]`: whether a record is.
-    """
+    """The sum over the records of a mask `[m]`, and the model's outputs."""
     flat = tf.nest.flatten(rows)
     records = tf.shape(flat[0])[0]
     axis = RecordAxis(records)
@@ -109,16 +93,21 @@ def _masked_sum(problem, rows, seeds, mask):
     keep = (mask & finite)[:, tf.newaxis]
     factors = tf.cast(tf.where(keep, factors, tf.zeros_like(factors)), tf.float32)
     specs = problem.query.record_specs(problem.points[0].weights)
-    sums = [
-        form.weighted_sum(factors[:, i]) if form else tf.zeros(spec.shape)
-        for i, (form, spec) in enumerate(zip(forms, specs, strict=True))
-    ]
+
+    def sums(kept):
+        return [
+            form.weighted_sum(factors[:, i], kept) if form else tf.zeros(spec.shape)
+            for i, (form, spec) in enumerate(zip(forms, specs, strict=True))
+        ]
+
+    # 0 * NaN is NaN: what a record that is not finite holds is taken out by select.
+    total = tf.cond(tf.reduce_all(finite), lambda: sums(None), lambda: sums(finite))
     problem.notes.measure(records.graph, axis.elements)
-    return (
-        finish(tuple(sums), mask & finite),
-        finite,
-        {"loss": outputs.loss, "y_pred": outputs.y_pred, "masks": outputs.masks},
-    )
+    return finish(tuple(total), mask), {
+        "loss": outputs.loss,
+        "y_pred": outputs.y_pred,
+        "masks": outputs.masks,
+    }
 
 
 def _terms(losses, weights, uses, axis: RecordAxis, loss_scale: float) -> list[list]:

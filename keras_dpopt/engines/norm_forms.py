@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dpopt.engines.terms import Factored
+from keras_dpopt.engines.terms import Factored, kept_rows
 
 _U = 2.0**-24
 _RUN = 64
@@ -51,9 +51,10 @@ class DenseForm:
         self._values = values[0] if len(values) == 1 else tf.add_n(values)
         self.bound = tf.sqrt(squares(self._values, 1)) * _SLACK
 
-    def weighted_sum(self, factors: Any) -> Any:
-        """Returns sum_i s_i G_i."""
-        flat = tf.reshape(self._values, [tf.shape(factors)[0], -1])
+    def weighted_sum(self, factors: Any, kept: Any = None) -> Any:
+        """Returns sum_i s_i G_i, of records of a mask `kept` `[m]`, if there is one."""
+        values = self._values if kept is None else kept_rows(self._values, kept)
+        flat = tf.reshape(values, [tf.shape(factors)[0], -1])
         total = tf.linalg.matvec(flat, factors, transpose_a=True)
         return tf.reshape(total, self._shape)
 
@@ -72,9 +73,10 @@ class FactoredForm:
             product_bound(part[0]) if self.name == "product" else gram_bound(part)
         )
 
-    def weighted_sum(self, factors: Any) -> Any:
-        """Returns sum_i s_i G_i."""
-        values = [term.weighted_sum(factors) for term in self._part]
+    def weighted_sum(self, factors: Any, kept: Any = None) -> Any:
+        """Returns sum_i s_i G_i, of records of a mask `kept` `[m]`, if there is one."""
+        part = self._part if kept is None else [term.kept(kept) for term in self._part]
+        values = [term.weighted_sum(factors) for term in part]
         return values[0] if len(values) == 1 else tf.add_n(values)
 
 

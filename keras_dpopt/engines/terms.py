@@ -54,6 +54,11 @@ class Factored:
             return self
         return dataclasses.replace(self, right=self.right * factor)
 
+    def kept(self, keep: Any) -> "Factored":
+        """Returns the term with zeros in the rows of other records than `keep`."""
+        left = self.left if self.one_hot else kept_rows(self.left, keep)
+        return dataclasses.replace(self, left=left, right=kept_rows(self.right, keep))
+
     def dense(self) -> Any:
         """Returns all G_i, `[m, *shape]`."""
         left = self.left
@@ -105,3 +110,9 @@ def scaled_rows(tensor: Any, factors: Any) -> Any:
     """Multiplies row i by s_i `[m]`."""
     shape = [-1] + [1] * (tensor.shape.rank - 1)
     return tensor * tf.reshape(factors, shape)
+
+
+def kept_rows(tensor: Any, keep: Any) -> Any:
+    """Selects the rows of `keep` `[m]`, and zeros for the others, whatever they hold."""
+    shape = [-1] + [1] * (tensor.shape.rank - 1)
+    return tf.where(tf.reshape(keep, shape), tensor, tf.zeros([], tensor.dtype))
