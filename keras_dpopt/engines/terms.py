@@ -113,6 +113,6 @@ def scaled_rows(tensor: Any, factors: Any) -> Any:
 
 
 def kept_rows(tensor: Any, keep: Any) -> Any:
-    """Selects the rows of `keep` `[m]`, and zeros for the others, whatever they hold."""
+    """Selects the rows of `keep` `[m]`; zeros for others, whatever they hold."""
     shape = [-1] + [1] * (tensor.shape.rank - 1)
     return tf.where(tf.reshape(keep, shape), tensor, tf.zeros([], tensor.dtype))
