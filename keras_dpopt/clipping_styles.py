@@ -66,8 +66,9 @@ class ClippingStyle:
             groups: As in `clip`.
 
         Returns:
-            Float64 in the shape of `bounds`. A record multiplied by them has an exact
-            norm of at most C; one with a bound that is not finite gets zeros.
+            Float64 in the shape of `bounds`, or `[m, 1]`: one factor for all parts. A
+            record multiplied by them has an exact norm of at most C; one with a bound
+            that is not finite gets zeros.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has no factors for norms. Clip whole records."
@@ -140,7 +141,7 @@ class FlatClipping(ClippingStyle):
         """See `ClippingStyle.factors`; the layers do not matter."""
         del groups
         joint = joint_bound(bounds)
-        return _for_all(clipping.abadi_factor(joint, l2_norm_clip), bounds)
+        return clipping.abadi_factor(joint, l2_norm_clip)[:, tf.newaxis]
 
     def check(self, l2_norm_clip, noise_multiplier):
         """Takes every C that `arguments.check_clip` takes."""
@@ -200,7 +201,7 @@ class AutomaticClipping(ClippingStyle):
         del groups
         joint = joint_bound(bounds)
         factor = clipping.automatic_factor(joint, l2_norm_clip, self.stability)
-        return _for_all(factor, bounds)
+        return factor[:, tf.newaxis]
 
 
 @keras.saving.register_keras_serializable("keras_dpopt")
@@ -283,10 +284,6 @@ def joint_bound(bounds: Any) -> tf.Tensor:
     # The sum and the root are each wrong by at most parts * 2^-53 of it.
     slack = 1.0 + (bounds.shape[1] + 4) * 2.0**-53
     return tf.sqrt(tf.reduce_sum(tf.square(bounds), axis=1)) * slack
-
-
-def _for_all(factor: Any, bounds: Any) -> tf.Tensor:
-    return tf.tile(factor[:, tf.newaxis], [1, bounds.shape[1]])
 
 
 def _checked_groups(groups: tuple[int, ...] | None, parts: int) -> tuple[int, ...]:

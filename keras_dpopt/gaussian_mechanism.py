@@ -261,9 +261,9 @@ class GaussianMechanism:
             bounds: Float64 `[m, parts]`, upper bounds of the norms of their parts.
 
         Returns:
-            The factors of all parts, `[m, parts]`, and the function that makes the sum
-            of preprocessed records from the sums of the clipped parts and a mask `[m]`
-            of the records in it.
+            The factors of all parts, `[m, parts]` or `[m, 1]`, and the function that
+            makes the sum of preprocessed records from the sums of the clipped parts and
+            a mask `[m]` of the records in it.
         """
         factors = self._query.clip_factors(params, bounds)
         return factors, lambda sums, mask: tuple(sums)

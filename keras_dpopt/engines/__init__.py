@@ -9,7 +9,7 @@ from keras_dpopt.engines.base import GradientEngine, GradientProblem
 from keras_dpopt.engines.bookkeeping import BookkeepingEngine
 from keras_dpopt.engines.loop import LoopEngine
 from keras_dpopt.engines.notes import EngineNotes
-from keras_dpopt.engines.operation_rules import NoRule
+from keras_dpopt.engines.record_axis import NoRule
 from keras_dpopt.engines.trial import RECORDS as TRIED
 from keras_dpopt.engines.trial import bookkeeping as try_bookkeeping
 from keras_dpopt.engines.vectorized import VectorizedEngine

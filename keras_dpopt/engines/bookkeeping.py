@@ -28,7 +28,8 @@ from keras_dpopt.engines import (
     weight_uses,
 )
 from keras_dpopt.engines.notes import WeightNote
-from keras_dpopt.engines.operation_rules import Call, NoRule, RecordAxis
+from keras_dpopt.engines.operation_rules import Call
+from keras_dpopt.engines.record_axis import NoRule, RecordAxis
 from keras_dpopt.engines.terms import Dense
 
 
@@ -80,7 +81,7 @@ def _masked_sum(problem, rows, seeds, mask):
     base.report_missing(missing, count, problem.names)
     forms = []
     for i, part in enumerate(parts):
-        form, cost = norm_forms.choose(part) if part else (None, None)
+        form, cost = norm_forms.choose(part, records) if part else (None, None)
         forms.append(form)
         if form:
             name = problem.names[i % count] if problem.names else f"number {i}"
@@ -93,10 +94,12 @@ def _masked_sum(problem, rows, seeds, mask):
     keep = (mask & finite)[:, tf.newaxis]
     factors = tf.cast(tf.where(keep, factors, tf.zeros_like(factors)), tf.float32)
     specs = problem.query.record_specs(problem.points[0].weights)
+    # One column stands for all; what they have in common is then computed once.
+    of = lambda i: factors[:, i if factors.shape[1] > 1 else 0]  # noqa: E731
 
     def sums(kept):
         return [
-            form.weighted_sum(factors[:, i], kept) if form else tf.zeros(spec.shape)
+            form.weighted_sum(of(i), kept) if form else tf.zeros(spec.shape)
             for i, (form, spec) in enumerate(zip(forms, specs, strict=True))
         ]
 
@@ -166,4 +169,9 @@ def _views(found: list[list], point) -> list[list]:
 
 
 def _multiplied(term, factor):
-    return Dense(lambda: term.dense() * factor, term.shape)
+    one = term.record
+    return Dense(
+        lambda: term.dense() * factor,
+        term.shape,
+        one and (lambda i: tf.reshape(one(i), term.shape) * factor),
+    )

@@ -16,7 +16,8 @@ import tensorflow as tf
 from tensorflow.python.ops import while_v2
 
 from keras_dpopt.engines import subgraphs, weight_uses
-from keras_dpopt.engines.operation_rules import Call, NoRule
+from keras_dpopt.engines.operation_rules import Call
+from keras_dpopt.engines.record_axis import NoRule
 
 LOOPS = ("While", "StatelessWhile")
 

@@ -2,7 +2,7 @@
 
 For an operation z = f(x, w) and the derivative B of the records' losses by z, a rule
 returns the term of w (see `terms.py`). There is one for each operation in which the
-layers of Keras and keras_hub use weights; `NoRule` says that there is none.
+layers of Keras and keras_hub use weights, or else it raises `NoRule`.
 """
 
 import dataclasses
@@ -11,12 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dpopt.engines.left_factors import Patches, Rows, Units
 from keras_dpopt.engines.mapping import vectorized_map
+from keras_dpopt.engines.record_axis import NoRule, RecordAxis
 from keras_dpopt.engines.terms import Dense, Factored
-
-
-class NoRule(NotImplementedError):
-    """The engine cannot follow what the model does with a weight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,79 +41,6 @@ class Call:
     def get_attr(self, name: str) -> Any:
         """Returns an attribute of the operation."""
         return self.operation.get_attr(name)
-
-
-class RecordAxis:
-    """How the leading axis of a tensor belongs to the records.
-
-    Layers fold time or copies into it: a tensor of `[m*n, ...]` has n rows a record, in
-    the order of the records.
-
-    Args:
-        records: int32 scalar, m.
-    """
-
-    def __init__(self, records: Any):
-        self.records = records
-        self._known: dict[Any, int | None] = {}
-
-    def split(self, tensor: Any, like: Any, blocks: int = 1) -> Any:
-        """Returns `[m, n, ...]` of `[m*n, ...]`, whose shape is known from `like`.
-
-        With `blocks`, of `[blocks*m, ...]`, as SpaceToBatchND orders it.
-        """
-        if not like.shape.rank or like.shape[0] is not None:
-            raise NoRule(f"{like.op.type} has no leading axis of records")
-        if blocks > 1:
-            shape = tf.concat([[blocks, self.records], tf.shape(tensor)[1:]], 0)
-            order = [1, 0, *range(2, like.shape.rank + 1)]
-            moved = tf.transpose(tf.reshape(tensor, shape), order)
-            return tf.ensure_shape(moved, [None, blocks, *like.shape[1:]])
-        shape = tf.concat([[self.records, -1], tf.shape(tensor)[1:]], 0)
-        return tf.ensure_shape(
-            tf.reshape(tensor, shape), [None, self.rows(like), *like.shape[1:]]
-        )
-
-    def tokens(self, tensor: Any, width: int) -> Any:
-        """Returns `[m, T, width]`, float32."""
-        values = tf.cast(tensor, tf.float32)
-        values = tf.reshape(values, tf.stack([self.records, -1, width]))
-        size = self.elements(tensor)
-        return tf.ensure_shape(values, [None, size and size // width, width])
-
-    def elements(self, tensor: Any) -> int | None:
-        """Returns how many entries a record has, where that is known."""
-        key = tensor.ref()
-        if key not in self._known:
-            self._known[key] = None  # ends a circle
-            self._known[key] = self._elements(tensor)
-        return self._known[key]
-
-    def rows(self, tensor: Any) -> int | None:
-        """Returns n, where it is known."""
-        size, rest = self.elements(tensor), tensor.shape[1:].num_elements()
-        return size // rest if size and rest else None
-
-    def _elements(self, tensor: Any) -> int | None:
-        op = tensor.op
-        if op.type == "Reshape":
-            return self.elements(op.inputs[0])
-        if op.type == "SpaceToBatchND":  # in another order
-            return None
-        if op.type == "Transpose":
-            order = tf.get_static_value(op.inputs[1])
-            stays = order is not None and len(order) and order[0] == 0
-            return self.elements(op.inputs[0]) if stays else None
-        rest = tensor.shape[1:].num_elements() if tensor.shape.rank else None
-        if rest is None:
-            return None
-        if op.type in ("Placeholder", "PlaceholderWithDefault"):
-            return rest
-        for source in op.inputs:
-            if source.shape.rank and source.shape[0] is None:
-                rows = self.rows(source)
-                return None if rows is None else rows * rest
-        return None
 
 
 def term(call: Call, cotangent: Any, axis: RecordAxis) -> Any:
@@ -152,7 +77,7 @@ def _matmul(call, cotangent, axis):
     tokens = x.shape[1]
     if transposed:
         x, b = b, x
-    return Factored(x, b, tuple(weight.shape), 1, tokens)
+    return Factored(Rows(x), b, tuple(weight.shape), 1, tokens)
 
 
 def _gather(call, cotangent, axis):
@@ -164,7 +89,7 @@ def _gather(call, cotangent, axis):
     tokens = axis.elements(ids)
     ids = tf.cast(tf.reshape(ids, tf.stack([axis.records, -1])), tf.int32)
     return Factored(
-        tf.ensure_shape(ids, [None, tokens]),
+        Units(tf.ensure_shape(ids, [None, tokens]), weight.shape[0]),
         axis.tokens(cotangent, width),
         tuple(weight.shape),
         1,
@@ -212,6 +137,12 @@ def _reduced(weight, full, axis, like):
     target = (1,) * (rank - weight.shape.rank) + tuple(weight.shape)
     if not rank or target[0] != 1 or like.shape[0] is not None:
         raise NoRule("a weight with an axis along the records")
+    size = weight.shape.num_elements()
+    if all(n == 1 for n in target[:-1]) and target[-1] == like.shape[-1]:
+        values = axis.tokens(full, size)
+        ones = tf.ones(tf.concat([tf.shape(values)[:2], [1]], 0))
+        ones = tf.ensure_shape(ones, [None, values.shape[1], 1])
+        return Factored(Rows(ones), values, tuple(weight.shape), 0, values.shape[1])
 
     def make():
         values = tf.cast(full, tf.float32)
@@ -232,9 +163,16 @@ def _reduced(weight, full, axis, like):
 def _convolution(call, cotangent, axis):
     """With groups, as many convolutions: TensorFlow has none with groups on a CPU."""
     x, weight = call.inputs
-    groups = x.shape[-1] // weight.shape[-2]
-    if groups == 1 or call.index != 1:
+    if call.index != 1:
         return _generic(call, cotangent, axis)
+    groups = x.shape[-1] // weight.shape[-2]
+    if groups == 1:
+        patches = _patches(call, axis)
+        if patches is None:
+            return _generic(call, cotangent, axis)
+        tokens, width = math.prod(patches.places), weight.shape[-1]
+        values = axis.tokens(cotangent, width)
+        return Factored(patches, values, tuple(weight.shape), 3, tokens)
     parts = zip(
         tf.split(x, groups, -1),
         tf.split(weight, groups, -1),
@@ -247,8 +185,48 @@ def _convolution(call, cotangent, axis):
         for x, w, z, b in parts
     ]
     return Dense(
-        lambda: tf.concat([term.dense() for term in terms], -1), tuple(weight.shape)
+        lambda: tf.concat([term.dense() for term in terms], -1),
+        tuple(weight.shape),
+        lambda i: tf.concat([term.record(i) for term in terms], -1),
     )
+
+
+def _patches(call, axis) -> Patches | None:
+    """The left factors of a plain convolution in two dimensions, of one image each."""
+    x, weight = call.inputs
+    if call.operation.type != "Conv2D" or call.get_attr("data_format") != b"NHWC":
+        return None
+    plain = list(call.get_attr("dilations")) == [1, 1, 1, 1] and _blocks(x) == 1
+    sizes = [*x.shape[1:], *call.result.shape[1:]]
+    if not plain or None in sizes or axis.rows(x) != 1:
+        return None
+    shape, strides = tuple(weight.shape), tuple(call.get_attr("strides")[1:3])
+    places = tuple(call.result.shape[1:3])
+    kind, explicit = call.get_attr("padding"), call.get_attr("explicit_paddings")
+    padding = [(0, 0), (0, 0)]
+    if kind == b"EXPLICIT":
+        padding = [tuple(explicit[2:4]), tuple(explicit[4:6])]
+    if kind == b"SAME":
+        wanted = [
+            max(0, (n - 1) * stride + size - have)
+            for n, stride, size, have in zip(
+                places, strides, shape[:2], x.shape[1:3], strict=True
+            )
+        ]
+        padding = [(n // 2, n - n // 2) for n in wanted]
+
+    def derivative(images, cotangents):
+        return tf.raw_ops.Conv2DBackpropFilter(
+            input=images,
+            filter_sizes=shape,
+            out_backprop=cotangents,
+            strides=call.get_attr("strides"),
+            padding=kind.decode(),
+            explicit_paddings=explicit,
+        )
+
+    image = tf.cast(x, tf.float32)
+    return Patches(image, shape[:2], strides, tuple(padding), places, derivative)
 
 
 def _generic(call, cotangent, axis):
@@ -262,25 +240,28 @@ def _generic(call, cotangent, axis):
     if not data:
         raise NoRule(f"{call.operation.type} has no input with an axis of records")
 
-    def make():
-        def one(arguments):
-            *own, cotangent = arguments
-            inputs = list(call.inputs)
-            for i, value in zip(data, own, strict=True):
-                inputs[i] = value
-            if call.operation.type in _WITH_SIZES:
-                inputs[0] = tf.concat([tf.shape(own[0])[:1], inputs[0][1:]], 0)
-            (gradient,) = tf.gradients(
-                _again(call.operation, inputs), [weight], [cotangent]
-            )
-            return gradient
+    def one(arguments):
+        *own, cotangent = arguments
+        inputs = list(call.inputs)
+        for i, value in zip(data, own, strict=True):
+            inputs[i] = value
+        if call.operation.type in _WITH_SIZES:
+            inputs[0] = tf.concat([tf.shape(own[0])[:1], inputs[0][1:]], 0)
+        (gradient,) = tf.gradients(
+            _again(call.operation, inputs), [weight], [cotangent]
+        )
+        return tf.cast(gradient, tf.float32)
 
-        blocks = _blocks(call.inputs[data[0]])
-        rows = [axis.split(call.inputs[i], call.inputs[i], blocks) for i in data]
-        rows.append(axis.split(cotangent, call.result, blocks))
-        return tf.cast(vectorized_map(one, tuple(rows)), tf.float32)
-
-    return Dense(make, tuple(weight.shape))
+    blocks = _blocks(call.inputs[data[0]])
+    rows = [axis.split(call.inputs[i], call.inputs[i], blocks) for i in data]
+    rows.append(axis.split(cotangent, call.result, blocks))
+    shape = tuple(weight.shape)
+    if call.operation.type in _FILTERS:
+        # The map would be a loop, too: there is no operation for many filters.
+        record = lambda i: one([t[i] for t in rows])  # noqa: E731
+    else:
+        record = None
+    return Dense(lambda: vectorized_map(one, tuple(rows)), shape, record)
 
 
 def _blocks(tensor) -> int:
@@ -308,6 +289,7 @@ def _again(op, inputs):
     return getattr(tf.raw_ops, op.type)(**arguments)
 
 
+_FILTERS = ("Conv2D", "Conv3D", "Conv2DBackpropInput", "Conv3DBackpropInputV2")
 _WITH_SIZES = ("Conv2DBackpropInput", "Conv3DBackpropInputV2")
 
 _RULES: dict[str, Any] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dpopt.engines.left_factors import Rows
 from keras_dpopt.engines.mapping import vectorized_map
 from keras_dpopt.engines.terms import Dense, Factored
 
@@ -59,7 +60,12 @@ def _reshape(term, op, index):
         split = _split(shape, term.rows)
         if split is not None:
             return Factored(term.left, term.right, shape, split, term.tokens)
-    return Dense(lambda: tf.reshape(term.dense(), [-1, *shape]), shape)
+    one = term.record
+    return Dense(
+        lambda: tf.reshape(term.dense(), [-1, *shape]),
+        shape,
+        one and (lambda i: tf.reshape(one(i), shape)),
+    )
 
 
 def _split(shape, rows: int) -> int | None:
@@ -74,16 +80,15 @@ def _transpose(term, op, index):
     if known is None:
         return _by_derivative(term, op, index)
     shape, order = tuple(op.inputs[index].shape), tuple(int(axis) for axis in known)
-    if isinstance(term, Factored) and not term.one_hot:
+    if isinstance(term, Factored) and isinstance(term.left, Rows):
         split = term.split
         if order == (
             *range(len(order) - split, len(order)),
             *range(len(order) - split),
         ):
             # The two halves change places.
-            return Factored(
-                term.right, term.left, shape, len(order) - split, term.tokens
-            )
+            left, right = Rows(term.right), term.left.values
+            return Factored(left, right, shape, len(order) - split, term.tokens)
     back = sorted(range(len(order)), key=order.__getitem__)
     axes = [0, *(axis + 1 for axis in back)]
     return Dense(lambda: tf.transpose(term.dense(), axes), shape)
@@ -93,15 +98,15 @@ def _matmul(term, op, index):
     """W = a b: (l, r) becomes (l, b r) for a and (a^T l, r) for b."""
     flags = ("transpose_a", "transpose_b")
     plain = op.type == "MatMul" and not any(op.get_attr(flag) for flag in flags)
-    factored = isinstance(term, Factored) and term.split == 1 and not term.one_hot
-    if not plain or not factored:
+    factored = isinstance(term, Factored) and term.split == 1
+    if not plain or not factored or not isinstance(term.left, Rows):
         return _by_derivative(term, op, index)
     shape = tuple(op.inputs[index].shape)
     other = tf.cast(op.inputs[1 - index], tf.float32)
     if index == 0:
         right = _times(term.right, other, transpose=True)
         return Factored(term.left, right, shape, 1, term.tokens)
-    left = _times(term.left, other, transpose=False)
+    left = Rows(_times(term.left.values, other, transpose=False))
     return Factored(left, term.right, shape, 1, term.tokens)
 
 

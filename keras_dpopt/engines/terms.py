@@ -13,14 +13,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_dpopt.engines.left_factors import Patches, kept_rows
+
 
 @dataclasses.dataclass(frozen=True)
 class Factored:
     """sum_t l_t r_t^T, for a weight seen as a matrix [p, q].
 
     Attributes:
-        left: `[m, T, p]`; or int32 `[m, T]`, the row that is 1 where l_t is a unit
-            vector (embeddings).
+        left: See `left_factors.py`.
         right: `[m, T, q]`.
         shape: Of the weight.
         split: How many of its axes make p.
@@ -34,11 +35,6 @@ class Factored:
     tokens: int | None
 
     @property
-    def one_hot(self) -> bool:
-        """Whether the left factors are unit vectors."""
-        return self.left.dtype.is_integer
-
-    @property
     def rows(self) -> int:
         """P."""
         return math.prod(self.shape[: self.split])
@@ -48,6 +44,14 @@ class Factored:
         """Q."""
         return math.prod(self.shape[self.split :])
 
+    @property
+    def record(self) -> Callable[[Any], Any] | None:
+        """See `Dense.record`."""
+        left = self.left
+        return (
+            (lambda i: left.one(i, self.right)) if isinstance(left, Patches) else None
+        )
+
     def scaled(self, factor: Any) -> "Factored":
         """Returns the term times a number or scalar."""
         if _is_one(factor):
@@ -56,26 +60,16 @@ class Factored:
 
     def kept(self, keep: Any) -> "Factored":
         """Returns the term with zeros in the rows of other records than `keep`."""
-        left = self.left if self.one_hot else kept_rows(self.left, keep)
-        return dataclasses.replace(self, left=left, right=kept_rows(self.right, keep))
+        right = kept_rows(self.right, keep)
+        return dataclasses.replace(self, left=self.left.kept(keep), right=right)
 
     def dense(self) -> Any:
         """Returns all G_i, `[m, *shape]`."""
-        left = self.left
-        if self.one_hot:
-            left = tf.one_hot(left, self.rows)
-        product = tf.matmul(left, self.right, transpose_a=True)
-        return tf.reshape(product, [-1, *self.shape])
+        return tf.reshape(self.left.each(self.right), [-1, *self.shape])
 
     def weighted_sum(self, factors: Any) -> Any:
         """Returns sum_i s_i G_i for factors s `[m]`."""
-        right = tf.reshape(scaled_rows(self.right, factors), [-1, self.columns])
-        if self.one_hot:
-            ids = tf.reshape(self.left, [-1])
-            total = tf.math.unsorted_segment_sum(right, ids, self.rows)
-        else:
-            left = tf.reshape(self.left, [-1, self.rows])
-            total = tf.matmul(left, right, transpose_a=True)
+        total = self.left.total(scaled_rows(self.right, factors))
         return tf.reshape(total, self.shape)
 
 
@@ -86,16 +80,24 @@ class Dense:
     Attributes:
         make: Returns `[m, *shape]`, float32.
         shape: Of the weight.
+        record: Returns G_i alone for a scalar tensor i, where all together cost as much
+            as one after the other: there is no operation for them.
     """
 
     make: Callable[[], Any]
     shape: tuple[int, ...]
+    record: Callable[[Any], Any] | None = None
 
     def scaled(self, factor: Any) -> "Dense":
         """Returns the term times a number or scalar."""
         if _is_one(factor):
             return self
-        return Dense(lambda: self.make() * factor, self.shape)
+        one = self.record
+        return Dense(
+            lambda: self.make() * factor,
+            self.shape,
+            one and (lambda i: one(i) * factor),
+        )
 
     def dense(self) -> Any:
         """Returns all G_i, `[m, *shape]`."""
@@ -110,9 +112,3 @@ def scaled_rows(tensor: Any, factors: Any) -> Any:
     """Multiplies row i by s_i `[m]`."""
     shape = [-1] + [1] * (tensor.shape.rank - 1)
     return tensor * tf.reshape(factors, shape)
-
-
-def kept_rows(tensor: Any, keep: Any) -> Any:
-    """Selects the rows of `keep` `[m]`; zeros for others, whatever they hold."""
-    shape = [-1] + [1] * (tensor.shape.rank - 1)
-    return tf.where(tf.reshape(keep, shape), tensor, tf.zeros([], tensor.dtype))

@@ -21,7 +21,7 @@ import tensorflow as tf
 from keras_dpopt import clipping
 from keras_dpopt.clipping_styles import FlatClipping
 from keras_dpopt.engines import base
-from keras_dpopt.engines.operation_rules import NoRule
+from keras_dpopt.engines.record_axis import NoRule
 
 # Records that are tried.
 RECORDS = 4
