@@ -6,7 +6,8 @@ import tensorflow as tf
 
 from keras_dpopt import prng
 from keras_dpopt.adaptive_clipping import gradient_noise_multiplier
-from keras_dpopt.gaussian_mechanism import GaussianMechanism, add_noise
+from keras_dpopt.gaussian_mechanism import GaussianMechanism
+from keras_dpopt.gaussian_noise import add_noise
 from keras_dpopt.types import ClippedSum, PrivatizedGradient
 
 _STREAMS = 2**prng.STREAM_BITS
@@ -85,6 +86,7 @@ class AdaptiveMechanism(GaussianMechanism):
         step,
         expected_batch_size,
         first_stream: int = 0,
+        drawn: Any = None,
     ) -> tuple[PrivatizedGradient, Any]:
         """Releases gradient and count, and moves C; see `GaussianMechanism.release`.
 
@@ -105,7 +107,7 @@ class AdaptiveMechanism(GaussianMechanism):
             )
         clip = self._checked_clip(clipped, state)
         stddev, count_stddev = self._stddevs(clip, expected_batch_size)
-        noised = add_noise(totals, stddev, key, step, first_stream)
+        noised = add_noise(totals, stddev, key, step, first_stream, drawn)
         (noised_count,) = add_noise([count], count_stddev, key, step, count_stream)
         gradient = self._gradient(noised, stddev, clip, expected_batch_size)
         return gradient, (

@@ -94,8 +94,19 @@ class CorrelatedMechanism(PlannedMechanism):
                 "batches of your own need not keep to it. Pass arrays to `fit`."
             )
 
+    def draw_ahead(self, specs, key, step, first_stream: int = 0):
+        """See `GaussianMechanism.draw_ahead`: the noise depends on that of before."""
+        return None
+
     def release(
-        self, clipped, state, key, step, expected_batch_size, first_stream: int = 0
+        self,
+        clipped,
+        state,
+        key,
+        step,
+        expected_batch_size,
+        first_stream: int = 0,
+        drawn: None = None,
     ):
         """See `GaussianMechanism.release`."""
         self._check_sensitivity(clipped)

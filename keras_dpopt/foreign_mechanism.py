@@ -113,6 +113,10 @@ class ForeignMechanism:
             tuple(tf.zeros(spec.shape, tf.float32) for spec in record_specs)
         )
 
+    def draw_ahead(self, specs, key, step, first_stream: int = 0):
+        """See `GaussianMechanism.draw_ahead`: the query draws its own noise."""
+        return None
+
     def release(
         self,
         clipped: ClippedSum,
@@ -121,9 +125,10 @@ class ForeignMechanism:
         step,
         expected_batch_size,
         first_stream: int = 0,
+        drawn: None = None,
     ) -> tuple[PrivatizedGradient, Any]:
         """Lets the query add its noise, and divides by the expected batch size."""
-        del key, step, first_stream
+        del key, step, first_stream, drawn
         noised, new_state, event = self._query.get_noised_result(clipped.values, state)
         with tf.control_dependencies(_check_event(event, self._accounted)):
             noised = [tf.identity(total) for total in tf.nest.flatten(noised)]

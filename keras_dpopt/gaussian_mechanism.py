@@ -16,7 +16,14 @@ from typing import Any
 import dp_accounting
 import tensorflow as tf
 
-from keras_dpopt import arguments, prng, sampling, tf_privacy, validation
+from keras_dpopt import (
+    arguments,
+    gaussian_noise,
+    prng,
+    sampling,
+    tf_privacy,
+    validation,
+)
 from keras_dpopt.clipping_styles import ClippingStyle, FlatClipping
 from keras_dpopt.run_plan import ComingSteps, RunPlan
 from keras_dpopt.types import MECHANISM_TOKEN, ClippedSum, PrivatizedGradient
@@ -92,7 +99,9 @@ class GaussianSumQuery(tf_privacy.SumAggregationDPQuery):
     def get_noised_result(self, sample_state, global_state):
         """Implements `SumAggregationDPQuery.get_noised_result`."""
         key, step, stddev = global_state.key, global_state.step, global_state.stddev
-        noised = add_noise(tf.nest.flatten(sample_state), stddev, key, step)
+        noised = gaussian_noise.add_noise(
+            tf.nest.flatten(sample_state), stddev, key, step
+        )
         result = tf.nest.pack_sequence_as(sample_state, noised)
         event = _gaussian_event(self._noise_multiplier)
         return result, global_state._replace(step=step + 1), event
@@ -102,25 +111,6 @@ def _gaussian_event(noise_multiplier: float) -> dp_accounting.DpEvent:
     if not noise_multiplier:
         return dp_accounting.NonPrivateDpEvent()
     return dp_accounting.GaussianDpEvent(noise_multiplier)
-
-
-def add_noise(
-    values: Sequence[Any], stddev: Any, key: Any, step: Any, first_stream: int = 0
-) -> list[tf.Tensor]:
-    """Adds the noise of release `step`: tensor i gets that of stream first_stream + i.
-
-    Args:
-        values: Tensors, the sum of clipped records.
-        stddev: Number or scalar, the standard deviation of each coordinate's noise.
-        key: int64 scalar, the noise key.
-        step: int64 scalar, the number of the release.
-        first_stream: Other than 0 where one step releases several sums, which may not
-            share their noise.
-    """
-    return [
-        value + stddev * prng.standard_normal(key, step, stream, value.shape)
-        for stream, value in enumerate(values, start=first_stream)
-    ]
 
 
 class GaussianMechanism:
@@ -272,6 +262,21 @@ class GaussianMechanism:
         """Returns the sum over no records, whose shapes are those of the specs."""
         return tuple(tf.zeros(spec.shape, tf.float32) for spec in record_specs)
 
+    def draw_ahead(self, specs, key, step, first_stream: int = 0) -> Any:
+        """Draws what `release` will need, before the sum is there.
+
+        Args:
+            specs: Of the tensors of a record.
+            key: See `release`.
+            step: See `release`.
+            first_stream: See `release`.
+
+        Returns:
+            A `DrawnNoise`; `None` where the noise depends on more than key and step.
+        """
+        shapes = [spec.shape for spec in specs]
+        return gaussian_noise.draw(shapes, key, step, first_stream)
+
     def release(
         self,
         clipped: ClippedSum,
@@ -280,6 +285,7 @@ class GaussianMechanism:
         step,
         expected_batch_size,
         first_stream: int = 0,
+        drawn: Any = None,
     ) -> tuple[PrivatizedGradient, Any]:
         """Adds the noise of release `step` and divides by the expected batch size.
 
@@ -291,6 +297,7 @@ class GaussianMechanism:
             expected_batch_size: Scalar B.
             first_stream: Of the noise: tensor i gets that of stream first_stream + i.
                 Releases of one step need streams that do not overlap.
+            drawn: What `draw_ahead` returned for this step, if it was called.
 
         Returns:
             The privatized gradient and the next state.
@@ -300,7 +307,9 @@ class GaussianMechanism:
         """
         self._check_sensitivity(clipped)
         stddev = tf.constant(self._query.stddev, tf.float32)
-        noised = add_noise(clipped.values, stddev, key, step, first_stream)
+        noised = gaussian_noise.add_noise(
+            clipped.values, stddev, key, step, first_stream, drawn
+        )
         clip = tf.constant(self.l2_norm_clip, tf.float32)
         return self._gradient(noised, stddev, clip, expected_batch_size), state
 

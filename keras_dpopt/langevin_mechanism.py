@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_dpopt import validation
-from keras_dpopt.gaussian_mechanism import add_noise
+from keras_dpopt.gaussian_noise import add_noise
 from keras_dpopt.noise_plan import plan_of
 from keras_dpopt.planned_mechanism import PlannedMechanism, variable
 from keras_dpopt.run_plan import ComingSteps, RunPlan
@@ -95,7 +95,14 @@ class LangevinMechanism(PlannedMechanism):
         return chosen
 
     def release(
-        self, clipped, state, key, step, expected_batch_size, first_stream: int = 0
+        self,
+        clipped,
+        state,
+        key,
+        step,
+        expected_batch_size,
+        first_stream: int = 0,
+        drawn: Any = None,
     ):
         """See `GaussianMechanism.release`."""
         self._check_sensitivity(clipped)
@@ -107,6 +114,6 @@ class LangevinMechanism(PlannedMechanism):
         )
         multiplier = _MARGIN * tf.maximum(tf.cast(own, tf.float32), planned)
         stddev = multiplier * self.l2_norm_clip
-        noised = add_noise(clipped.values, stddev, key, step, first_stream)
+        noised = add_noise(clipped.values, stddev, key, step, first_stream, drawn)
         clip = tf.constant(self.l2_norm_clip, tf.float32)
         return self._gradient(noised, stddev, clip, expected_batch_size), following

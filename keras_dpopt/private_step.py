@@ -58,13 +58,14 @@ class PrivateStep:
         last, released = optimizer.query.stages - 1, ()
         for stage in range(last + 1):
             state = optimizer.step_state(weights, number, released)
+            drawn = optimizer.draw_ahead(number, stage)
             points = self.microbatch.points(state)
             total = self._sum_of_microbatches(batch, due, points, penalty, stage)
             if stage < last:
-                released += (self._released(due, total, stage),)
+                released += (self._released(due, total, stage, drawn),)
 
         def update():
-            gradient = optimizer.release(self._clipped(total), last)
+            gradient = optimizer.release(self._clipped(total), last, drawn)
             optimizer.apply(gradient, self._trainable, regularization, state)
             self.watch.remember()
             return tf.constant(True)
@@ -76,13 +77,13 @@ class PrivateStep:
         params = mechanism.sample_params(self._optimizer.mechanism_state())
         return ClippedSum(total, mechanism.sensitivity(params))
 
-    def _released(self, due, total, stage: int) -> tuple:
+    def _released(self, due, total, stage: int, drawn) -> tuple:
         """What an earlier stage of the step releases, for the points of the next."""
         weights = values_of(self._trainable)
         specs = self._optimizer.query.record_specs(weights)
         return tf.cond(
             due,
-            lambda: self._optimizer.release(self._clipped(total), stage).values,
+            lambda: self._optimizer.release(self._clipped(total), stage, drawn).values,
             lambda: tuple(tf.zeros(spec.shape, tf.float32) for spec in specs),
         )
 

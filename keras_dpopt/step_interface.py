@@ -150,12 +150,27 @@ class StepInterface(MixIn):
         """Returns the mechanism's state as tensors."""
         return tf.nest.map_structure(tf.convert_to_tensor, self._state.mechanism)
 
-    def release(self, clipped_sum, stage: int = 0) -> PrivatizedGradient:
+    def draw_ahead(self, number, stage: int = 0):
+        """Draws the noise of a release before its sum is there; see `release`.
+
+        Args:
+            number: int64 scalar, the number of the step.
+            stage: Which of the releases of the step it is.
+        """
+        return self.mechanism.draw_ahead(
+            self.query.record_specs(keras_compat.optimizer_variables_of(self)),
+            self.keys.noise,
+            number,
+            stage * self._record_parts(),
+        )
+
+    def release(self, clipped_sum, stage: int = 0, drawn=None) -> PrivatizedGradient:
         """Lets the mechanism noise a clipped sum; counts the step first.
 
         Args:
             clipped_sum: The `ClippedSum`.
             stage: Which of the releases of the step it is; the first one counts.
+            drawn: What `draw_ahead` returned for it, if it was called.
         """
         number = tf.identity(self.release_count.value)
         if stage == 0:
@@ -179,6 +194,7 @@ class StepInterface(MixIn):
                 number,
                 tf.cast(self.batch_size_variable.value, tf.float32),
                 stage * self._record_parts(),
+                drawn,
             )
         tf.nest.map_structure(
             lambda v, new: v.assign(new), self._state.mechanism, new_state

@@ -60,6 +60,7 @@ _RANKS = {
     "noise_streams": (2, 0),
     "run_plan": (2, 0),
     "sampling": (2, 0),
+    "gaussian_noise": (2, 0),
     "adaptive_clipping": (2, 1),
     "gaussian_mechanism": (2, 2),
     "foreign_mechanism": (2, 2),

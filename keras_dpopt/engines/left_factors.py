@@ -152,15 +152,6 @@ class Patches:
             )
         return tf.reshape(result, [-1, math.prod(self.places), math.prod(self.places)])
 
-    def squared_norms(self) -> Any:
-        """See `Rows.squared_norms`."""
-        result = tf.reshape(squares(self._pixels(), 2), [-1, *self._padded()])
-        for axis in (1, 0):
-            result = tf.add_n(
-                [self._seen(result, axis, s, (1,)) for s in range(self.size[axis])]
-            )
-        return tf.reshape(result, [-1, math.prod(self.places)])
-
     def kept(self, keep: Any) -> "Patches":
         """See `Rows.kept`."""
         return dataclasses.replace(self, image=kept_rows(self.image, keep))

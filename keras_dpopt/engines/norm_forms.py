@@ -13,7 +13,8 @@ sum. With u = 2^-24 and the mass M_i = sum_t ||l_it|| ||r_it||, float32 errs by 
 (p + q + 16) u M_i^2 in the Gram form, whose terms may cancel: p and q are the lengths
 of the scalar products (`rounding.py` has the rule for sums). The contraction that adds
 the record up errs by at most (T + 8) u M_i. Both are added. An instantiated G_i is
-added up as it is.
+added up as it is. Where a device cuts the factors of products, each product errs by v
+more (`rounding.product_error`): 2 v M_i^2 in the Gram form, and v M_i in the sum.
 """
 
 import math
@@ -23,7 +24,13 @@ from typing import Any
 import tensorflow as tf
 
 from keras_dpopt.engines.left_factors import kept_rows
-from keras_dpopt.engines.rounding import SLACK, SMALLEST, UNIT, squares
+from keras_dpopt.engines.rounding import (
+    SLACK,
+    SMALLEST,
+    UNIT,
+    product_error,
+    squares,
+)
 from keras_dpopt.engines.terms import Factored
 
 # Tokens of a record where nothing tells how many there are.
@@ -45,7 +52,7 @@ class DenseForm:
         values = [term.dense() for term in part]
         self._shape = part[0].shape
         self._values = values[0] if len(values) == 1 else tf.add_n(values)
-        self.bound = tf.sqrt(squares(self._values, 1)) * SLACK
+        self.bound = tf.sqrt(squares(self._values, 1)) * SLACK * (1.0 + product_error())
 
     def weighted_sum(self, factors: Any, kept: Any = None) -> Any:
         """Returns sum_i s_i G_i, of records of a mask `kept` `[m]`, if there is one."""
@@ -166,36 +173,37 @@ def _joinable(part: Sequence[Any]) -> bool:
 
 def product_bound(term: Factored) -> Any:
     """Bounds ||l r^T|| for one t: float64 `[m]`."""
-    left, right = _squared_norms(term)
-    return tf.sqrt(left[:, 0] * right[:, 0]) * SLACK**2
+    left, right = term.left.squared_norms(), squares(term.right, 2)
+    return tf.sqrt(left[:, 0] * right[:, 0]) * SLACK**2 * (1.0 + product_error())
 
 
 def gram_bound(terms: Sequence[Factored]) -> Any:
     """Bounds the norm of a sum of factored terms of one weight: float64 `[m]`."""
+    rows, columns = terms[0].rows, terms[0].columns
     zero = tf.constant(0.0, tf.float64)
     total, mass, left_mass, right_mass = zero, zero, zero, zero
     tokens = 0
     for i, first in enumerate(terms):
-        left, right = _squared_norms(first)
-        mass += tf.reduce_sum(tf.sqrt(left * right), 1)
-        left_mass += tf.reduce_sum(tf.sqrt(left), 1)
-        right_mass += tf.reduce_sum(tf.sqrt(right), 1)
         tokens += tf.shape(first.right)[1]
         for j, second in enumerate(terms[: i + 1]):
+            lefts = tf.cast(first.left.products(second.left), tf.float64)
             rights = tf.matmul(first.right, second.right, transpose_b=True)
             # In float64: the products of small numbers would vanish, unlike the norm.
-            cross = tf.cast(first.left.products(second.left), tf.float64)
-            value = tf.reduce_sum(cross * tf.cast(rights, tf.float64), [1, 2])
+            rights = tf.cast(rights, tf.float64)
+            value = tf.reduce_sum(lefts * rights, [1, 2])
             total += value if i == j else 2.0 * value
-    rows, columns = terms[0].rows, terms[0].columns
-    mass *= SLACK
-    error = (rows + columns + 16) * UNIT * tf.square(mass)
+            if i == j:
+                left = tf.linalg.diag_part(lefts) + rows * SMALLEST
+                right = tf.linalg.diag_part(rights) + columns * SMALLEST
+                mass += tf.reduce_sum(tf.sqrt(left * right), 1)
+                left_mass += tf.reduce_sum(tf.sqrt(left), 1)
+                right_mass += tf.reduce_sum(tf.sqrt(right), 1)
+    cut, sums = product_error(), (rows + columns + 16) * UNIT
+    # The squares on the diagonals are as wrong as any product.
+    mass *= 1.0 + cut + sums
+    error = (2.0 * cut + sums) * tf.square(mass)
     # What the two matrices may have lost below the normal range.
     lost = SMALLEST * (rows * tf.square(right_mass) + columns * tf.square(left_mass))
     root = tf.sqrt(tf.maximum(total, 0.0) + error + 4.0 * lost)
-    return root * (1.0 + 8 * UNIT) + (tf.cast(tokens, tf.float64) + 8) * UNIT * mass
-
-
-def _squared_norms(term: Factored) -> tuple[Any, Any]:
-    """||l_t||^2 and ||r_t||^2, float64 `[m, T]`."""
-    return term.left.squared_norms(), squares(term.right, 2)
+    added = (tf.cast(tokens, tf.float64) + 8) * UNIT + cut
+    return root * (1.0 + 8 * UNIT) + added * mass
