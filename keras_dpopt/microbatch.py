@@ -161,10 +161,13 @@ class MicrobatchSum:
         if given:
             return given
         batch_size = self._optimizer.expected_batch_size
-        if self.engine.name == "bookkeeping" and not self._jit_compile:
+        if self.engine.name == "bookkeeping":
             by_memory = max(1, _MEMORY // max(1, self.notes.record_bytes))
-            # Poisson batches are seldom larger than by 4 standard deviations.
-            return min(by_memory, batch_size + 4 * math.isqrt(batch_size) + 1)
+            # Poisson batches are seldom larger than by 4 standard deviations. XLA
+            # computes the padding, too: half a microbatch of it, on average.
+            deviation = math.isqrt(batch_size)
+            most = 2 * deviation if self._jit_compile else batch_size + 4 * deviation
+            return min(by_memory, max(most + 1, 8))
         parameters = sum(math.prod(v.shape) for v in self._trainable)
         return data.microbatch_size(parameters, batch_size)
 
