@@ -232,6 +232,7 @@ def in_microbatches(batch: dict, microbatch_size: int) -> dict:
         return tf.ensure_shape(padded, [None, microbatch_size, *t.shape[1:]])
 
     return {
+        **batch,
         "rows": tf.nest.map_structure(split, rows),
         "count": count,
         "step": tf.cast(batch["step"], tf.int64),

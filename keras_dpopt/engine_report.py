@@ -55,8 +55,9 @@ def _chosen(model: Any, x, y, sample_weight) -> Any:
         rows = rows_of(model, x, y, sample_weight)
         spec = lambda t: tf.TensorSpec([None, *t.shape[1:]], t.dtype)  # noqa: E731
         specs = tf.nest.map_structure(spec, rows)
-        keras_compat.build_for(model, specs)
-        model.private_step = PrivateStep.chosen(model, specs, rows)
+        with model.distribute_strategy.scope():
+            keras_compat.build_for(model, specs)
+            model.private_step = PrivateStep.chosen(model, specs, rows)
     return model.private_step.microbatch
 
 

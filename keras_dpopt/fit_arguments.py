@@ -28,10 +28,24 @@ def check_ready(model: Any, compiled_optimizer: Any) -> None:
             "The model's optimizer is not the one it was compiled with, whose steps "
             "would go uncounted. Compile the model with the new one."
         )
-    if model.distribute_strategy.num_replicas_in_sync > 1:
+    _check_strategy(model)
+
+
+def _check_strategy(model: Any) -> None:
+    """Raises unless noise is drawn once under the strategy, and all is made for it."""
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1:
+        return
+    if not isinstance(strategy, tf.distribute.MirroredStrategy):
         raise ValueError(
-            "Each replica would draw and add noise of its own. Train on one replica "
-            "until this library supports tf.distribute."
+            f"{type(strategy).__name__} is not supported: nothing shows that its "
+            "replicas would draw noise once. Use tf.distribute.MirroredStrategy."
+        )
+    if any(other is not strategy for other in keras_compat.strategies_of(model)):
+        raise ValueError(
+            "The model or its optimizer was made outside the scope of the strategy, so "
+            "the replicas would not have copies of it. Make and compile the model in "
+            "`with strategy.scope():`."
         )
 
 

@@ -332,6 +332,11 @@ def optimizer_variables_of(optimizer: keras.optimizers.Optimizer) -> list:
     return list(optimizer._trainable_variables)
 
 
+def strategies_of(model: keras.Model) -> tuple:
+    """Returns the strategies in whose scopes model and optimizer were made."""
+    return model._distribute_strategy, model.optimizer._distribution_strategy
+
+
 # --- TensorFlow --------------------------------------------------------------------
 
 

@@ -1,13 +1,15 @@
 """One private training step, as the data flows.
 
 logical batch -> record gradients, clipped and summed, microbatch by microbatch
-              -> noise, once -> filter, update rule, weights
+              -> sum over the replicas -> noise, once -> filter, update rule, weights
 """
+
+import functools
 
 import keras
 import tensorflow as tf
 
-from keras_dpopt import keras_compat, step_checks
+from keras_dpopt import distribution, keras_compat, step_checks
 from keras_dpopt.microbatch import MicrobatchSum, values_of
 from keras_dpopt.types import ClippedSum
 from keras_dpopt.weights_watch import WeightsWatch
@@ -51,7 +53,6 @@ class PrivateStep:
         """Does the step for a logical batch of `data.py`."""
         optimizer = self._optimizer
         due = self._is_due(batch["step"])
-        self.watch.compare()
         weights = values_of(self._trainable)
         regularization, penalty = self._regularization(weights)
         number = tf.identity(optimizer.release_count.value)
@@ -62,22 +63,32 @@ class PrivateStep:
             points = self.microbatch.points(state)
             total = self._sum_of_microbatches(batch, due, points, penalty, stage)
             if stage < last:
-                released += (self._released(due, total, stage, drawn),)
+                release = functools.partial(self._released, due, stage, drawn)
+                released += (distribution.once(release, total, batch),)
+        distribution.once(
+            functools.partial(self._update, due, last, drawn, regularization, state),
+            total,
+            batch,
+        )
+
+    def _update(self, due, stage, drawn, regularization, state, total):
+        optimizer = self._optimizer
+        self.watch.compare()
 
         def update():
-            gradient = optimizer.release(self._clipped(total), last, drawn)
+            gradient = optimizer.release(self._clipped(total), stage, drawn)
             optimizer.apply(gradient, self._trainable, regularization, state)
             self.watch.remember()
             return tf.constant(True)
 
-        tf.cond(due, update, lambda: tf.constant(False))
+        return tf.cond(due, update, lambda: tf.constant(False))
 
     def _clipped(self, total) -> ClippedSum:
         mechanism = self._optimizer.mechanism
         params = mechanism.sample_params(self._optimizer.mechanism_state())
         return ClippedSum(total, mechanism.sensitivity(params))
 
-    def _released(self, due, total, stage: int, drawn) -> tuple:
+    def _released(self, due, stage: int, drawn, total) -> tuple:
         """What an earlier stage of the step releases, for the points of the next."""
         weights = values_of(self._trainable)
         specs = self._optimizer.query.record_specs(weights)
@@ -115,7 +126,8 @@ class PrivateStep:
 
         def body(j, total):
             part_rows = tf.nest.map_structure(lambda t: t[j], rows)
-            seeds = self.microbatch.seeds(step, j * size + tf.range(size))
+            positions = distribution.positions(batch, j * size + tf.range(size))
+            seeds = self.microbatch.seeds(step, positions)
             part_count = tf.minimum(count - j * size, size)
             part, outputs = self.microbatch(points, part_rows, seeds, part_count)
             if stage == 0:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_dpopt import (
     argument_names,
     data,
+    distribution,
     fit_arguments,
     keras_compat,
     sources,
@@ -211,14 +212,15 @@ class PrivateTraining(EngineReport, PrivateSaving):
                 validation_data, validation_batch_size or 32, preprocess
             )
             validation_batch_size = batch_size = None
-        batches = source.batches.map(lambda batch: data.in_microbatches(batch, size))
         for note in [*notes, *source.notes]:
             self.privacy_ledger.ledger.note(note)
         self.privacy_ledger.begin_phase(source.phase, optimizer)
         self.fit_run = FitRun(source)
         try:
             return super().fit(
-                batches.prefetch(2),
+                distribution.replica_batches(
+                    self.distribute_strategy, source.batches, size
+                ),
                 epochs=epochs,
                 verbose=verbose,
                 callbacks=self.fit_run.before(callbacks),
@@ -264,7 +266,9 @@ class PrivateTraining(EngineReport, PrivateSaving):
             batch["step"] = tf.constant(optimizer.releases(), tf.int64)
             self.make_train_function()
             self.reset_metrics()
-            logs = self.train_function(iter([data.in_microbatches(batch, size)]))
+            logs = self.train_function(
+                distribution.replica_iterator(self.distribute_strategy, batch, size)
+            )
         finally:
             ledger.close_phase()
         logs = keras_compat.pythonify_logs(logs)
@@ -281,7 +285,7 @@ class PrivateTraining(EngineReport, PrivateSaving):
                 "Call `fit` or `train_on_batch`."
             )
         self.private_step(data)
-        return self.get_metrics_result()
+        return distribution.logs(self.get_metrics_result)
 
     def make_train_function(self, force=False):
         """Makes Keras' train function without XLA around the whole step.
@@ -319,10 +323,11 @@ class PrivateTraining(EngineReport, PrivateSaving):
             UnsupportedModelError: if a layer writes batch data into its state.
         """
         fit_arguments.check_targets(self, row_specs)
-        keras_compat.build_for(self, row_specs)
-        fit_arguments.check_variables(self)
-        if self.private_step is None:
-            self.private_step = PrivateStep.chosen(self, row_specs, some_rows())
+        with self.distribute_strategy.scope():
+            keras_compat.build_for(self, row_specs)
+            fit_arguments.check_variables(self)
+            if self.private_step is None:
+                self.private_step = PrivateStep.chosen(self, row_specs, some_rows())
         return self.private_step.microbatch.size()
 
     def _check_ready(self):

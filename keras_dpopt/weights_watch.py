@@ -43,7 +43,7 @@ class WeightsWatch:
 
     def noticed(self) -> bool:
         """Whether anything else has changed the weights since `start`."""
-        return int(self._changes) > 0
+        return int(self._changes.numpy()) > 0
 
     def _digest(self) -> tf.Tensor:
         values = [tf.convert_to_tensor(v.value) for v in self._variables]

@@ -16,6 +16,13 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+# For the tests of tf.distribute; others run on the first of them.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 4,
+)
 
 # No deadline: the first example of a test traces a TensorFlow graph.
 hypothesis.settings.register_profile(

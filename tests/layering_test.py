@@ -107,6 +107,7 @@ _RANKS = {
     "fingerprint": (4, 0),
     "model_ledger": (4, 0),
     "microbatch": (4, 0),
+    "distribution": (3, 7),
     "private_step": (4, 1),
     "step_checks": (3, 0),
     "weights_watch": (3, 0),

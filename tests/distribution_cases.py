@@ -1,0 +1,59 @@
+"""Small runs on replicas, for tests and for their worker processes."""
+
+import contract
+import helpers
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_dpopt
+
+STEPS, RECORDS, BATCH = 10, 12, 6
+
+
+def mirrored(replicas: int):
+    """One replica on each of so many logical CPUs."""
+    if replicas == 1:
+        return tf.distribute.get_strategy()
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+
+
+def rows(records: int = RECORDS):
+    draw = np.random.default_rng(1)
+    x = draw.normal(size=(records, 4)).astype("float32")
+    return x, draw.normal(size=(records, 2)).astype("float32")
+
+
+def classifier(name, strategy, dropout=0.5, jit_compile=False, **arguments):
+    """A model with a random layer, compiled under a strategy."""
+    arguments = {"expected_batch_size": BATCH, "seed": 5, **arguments}
+    with strategy.scope():
+        keras.utils.set_random_seed(2)
+        layers = [
+            keras.Input((4,)),
+            keras.layers.Dense(3, "tanh"),
+            keras.layers.Dropout(dropout),
+            keras.layers.Dense(2),
+        ]
+        model = keras_dpopt.DPSequential(layers)
+        optimizer = contract.make(
+            helpers.OPTIMIZERS[name], 0.1, whole=False, **arguments
+        )
+        model.compile(optimizer, loss="mse", metrics=["mae"], jit_compile=jit_compile)
+    return model
+
+
+def flat(values):
+    """All values as one vector."""
+    return np.concatenate([np.ravel(value) for value in values])
+
+
+def train(name, strategy, **arguments):
+    """Ten steps; returns the privatized gradients, the weights and the history."""
+    model = classifier(name, strategy, **arguments)
+    with strategy.scope():
+        model.optimizer.build(model.trainable_variables)
+    watch = contract.Watch(model, STEPS)
+    history = model.fit(*rows(), steps_per_epoch=STEPS // 2, epochs=2, verbose=0)
+    gradients = np.stack([flat(watch.gradient(t)) for t in range(STEPS)])
+    return gradients, flat(model.trainable_variables), history.history

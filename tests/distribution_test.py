@@ -1,0 +1,102 @@
+"""Replicas: the same privatized gradients as on one device, noise included."""
+
+import helpers
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from distribution_cases import BATCH, STEPS, classifier, flat, mirrored, rows, train
+
+import keras_dpopt
+from keras_dpopt.adaptive_clipping import AdaptiveClipping
+
+# With random layers, this engine gives a record the same draws on every replica.
+LOOP = {"gradient_engine": "loop"}
+
+
+def check_equal(one, other):
+    """Compares two runs; noise is in all of their gradients."""
+    scale = np.abs(one[0]).max()
+    np.testing.assert_allclose(other[0], one[0], atol=1e-5 * scale)
+    assert np.linalg.matrix_rank(one[0]) == STEPS
+    np.testing.assert_allclose(other[1], one[1], rtol=1e-3, atol=1e-4)
+    for name, values in one[2].items():
+        np.testing.assert_allclose(other[2][name], values, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("name", helpers.OPTIMIZERS)
+def test_two_replicas_equal_one(name):
+    own = {"bands": 2} if name == "MFDPFTRL" else {}
+    check_equal(*(train(name, mirrored(n), **LOOP, **own) for n in (1, 2)))
+
+
+@pytest.mark.parametrize("name", ["DPSGD", "FiBeR"])
+def test_four_replicas_equal_one_also_where_some_have_no_record(name):
+    runs = [
+        train(name, mirrored(n), dropout=0.0, expected_batch_size=2) for n in (1, 4)
+    ]
+    check_equal(*runs)
+
+
+def test_per_layer_and_adaptive_clipping_and_xla_on_replicas():
+    adaptive = {"clipping": AdaptiveClipping(count_noise_stddev=2.0)}
+    for arguments in ({"clipping": "per_layer"}, adaptive):
+        check_equal(*(train("DPSGD", mirrored(n), **LOOP, **arguments) for n in (1, 2)))
+    compiled = {"dropout": 0.0, "jit_compile": True, "microbatch_size": 2}
+    check_equal(*(train("DPAdamW", mirrored(n), **compiled) for n in (1, 2)))
+
+
+def _batches(model):
+    """Trains on batches of the caller's."""
+    batches = tf.data.Dataset.from_tensor_slices(rows()).batch(5)
+    model.fit(batches, epochs=2, once_per_epoch=True, verbose=0)
+    model.train_on_batch(*rows(7))
+    assert model.optimizer.releases() == 7
+    return flat(model.trainable_variables)
+
+
+def test_batches_of_the_caller():
+    made = (classifier("DPSGD", mirrored(n), **LOOP) for n in (1, 2))
+    np.testing.assert_allclose(*map(_batches, made), rtol=1e-4, atol=1e-6)
+
+
+def test_saved_on_two_replicas_and_loaded_on_one(tmp_path):
+    model = classifier("DPSGD", mirrored(2), **LOOP)
+    model.fit(*rows(), batch_size=BATCH, epochs=2, verbose=0)
+    before = model.evaluate(*rows(), verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(loaded.evaluate(*rows(), verbose=0), before, rtol=1e-5)
+    np.testing.assert_allclose(loaded.predict(rows()[0]), model.predict(rows()[0]))
+    one, two = (m.privacy_statement(delta=1e-3) for m in (loaded, model))
+    assert (one.steps, one.epsilon) == (two.steps, two.epsilon) == (4, two.epsilon)
+
+
+class _Interrupted(Exception):
+    pass
+
+
+class _Interrupt(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 1:
+            raise _Interrupted
+
+
+@pytest.mark.parametrize("first, then", [(2, 1), (1, 2)])
+def test_interrupted_on_replicas_and_resumed_on_others(first, then, tmp_path):
+    """The noise goes on as it would have: the resumed run is the uninterrupted one."""
+
+    def fit(replicas, *callbacks):
+        model = classifier("DPSGD", mirrored(replicas), **LOOP)
+        model.fit(*rows(), batch_size=BATCH, epochs=4, verbose=0, callbacks=callbacks)
+        return model
+
+    whole = fit(1)
+    backup = tmp_path / "backup"
+    with pytest.raises(_Interrupted):
+        fit(first, keras_dpopt.BackupAndRestore(backup), _Interrupt())
+    resumed = fit(then, keras_dpopt.BackupAndRestore(backup))
+    np.testing.assert_allclose(
+        flat(resumed.trainable_variables), flat(whole.trainable_variables), atol=1e-5
+    )
+    assert resumed.optimizer.releases() == 8
