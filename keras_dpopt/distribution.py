@@ -19,11 +19,6 @@ import tensorflow as tf
 from keras_dpopt import data
 
 
-def number_of_replicas(strategy: tf.distribute.Strategy) -> int:
-    """Returns how many replicas a step runs on, of all workers together."""
-    return strategy.num_replicas_in_sync
-
-
 def once(function: Callable, values: Any, batch: dict) -> Any:
     """Calls a function with sums over the replicas, once for all of them.
 
@@ -92,20 +87,19 @@ def logs(metrics_result: Callable[[], dict]) -> dict:
     return found
 
 
-def replica_batches(
-    strategy: tf.distribute.Strategy, batches: tf.data.Dataset, microbatch_size: int
-) -> Any:
+def replica_batches(model: Any, batches: tf.data.Dataset, microbatch_size: int) -> Any:
     """Returns the logical batches as the replicas take them.
 
     Every worker makes the same logical batches, of which replica r of R has the rows
     r, r + R, r + 2R, ...: shares of unequal size, or of none.
 
     Args:
-        strategy: The strategy of the model.
+        model: The model, of some strategy.
         batches: Logical batches of `data.py`, not yet cut into microbatches.
         microbatch_size: Rows that a replica has at a time.
     """
-    replicas = number_of_replicas(strategy)
+    strategy = model.distribute_strategy
+    replicas = strategy.num_replicas_in_sync
     if replicas == 1:
         return batches.map(
             lambda batch: data.in_microbatches(batch, microbatch_size)
@@ -133,14 +127,12 @@ def replica_batches(
     return distributed
 
 
-def replica_iterator(
-    strategy: tf.distribute.Strategy, batch: dict, microbatch_size: int
-) -> Any:
+def replica_iterator(model: Any, batch: dict, microbatch_size: int) -> Any:
     """Returns an iterator over one logical batch, as the replicas take it."""
-    if number_of_replicas(strategy) == 1:
+    if model.distribute_strategy.num_replicas_in_sync == 1:
         return iter([data.in_microbatches(batch, microbatch_size)])
     batches = tf.data.Dataset.from_tensors(batch)
-    return iter(replica_batches(strategy, batches, microbatch_size))
+    return iter(replica_batches(model, batches, microbatch_size))
 
 
 def positions(batch: dict, rows: Any) -> Any:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dpopt import keras_compat
+from keras_dpopt import tensorflow_compat
 
 _LIBRARIES = ("keras", "keras_dpopt", "keras_hub")
 
@@ -34,7 +34,7 @@ def of_run(model: Any) -> str | None:
         source.rows is None
         or model._preprocess() is not None
         or not optimizer.mechanism.supports_jit
-        or not keras_compat.is_op_determinism_enabled()
+        or not tensorflow_compat.is_op_determinism_enabled()
     ):
         return None
     try:

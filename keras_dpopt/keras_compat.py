@@ -335,20 +335,3 @@ def optimizer_variables_of(optimizer: keras.optimizers.Optimizer) -> list:
 def strategies_of(model: keras.Model) -> tuple:
     """Returns the strategies in whose scopes model and optimizer were made."""
     return model._distribute_strategy, model.optimizer._distribution_strategy
-
-
-# --- TensorFlow --------------------------------------------------------------------
-
-
-def is_op_determinism_enabled() -> bool:
-    """Whether `tf.config.experimental.enable_op_determinism()` was called."""
-    from tensorflow.python.framework import config
-
-    return config.is_op_determinism_enabled()
-
-
-def eager_mode() -> Any:
-    """Returns a context in which operations run eagerly, even within a graph."""
-    from tensorflow.python.eager import context
-
-    return context.eager_mode()

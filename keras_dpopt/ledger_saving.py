@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dpopt import keras_compat
+from keras_dpopt import keras_compat, tensorflow_compat
 
 _KEY = "privacy_ledger"
 
@@ -34,7 +34,7 @@ class LedgerSaving(keras_compat.KerasSaveable, tf.train.experimental.PythonState
 
     def serialize(self) -> str:
         """Implements the saving of `tf.train.Checkpoint`."""
-        with keras_compat.eager_mode():  # `tf.saved_model.save` builds a graph
+        with tensorflow_compat.eager_mode():  # `tf.saved_model.save` builds a graph
             return self.to_json()
 
     def deserialize(self, string_value: Any) -> None:

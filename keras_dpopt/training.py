@@ -218,9 +218,7 @@ class PrivateTraining(EngineReport, PrivateSaving):
         self.fit_run = FitRun(source)
         try:
             return super().fit(
-                distribution.replica_batches(
-                    self.distribute_strategy, source.batches, size
-                ),
+                distribution.replica_batches(self, source.batches, size),
                 epochs=epochs,
                 verbose=verbose,
                 callbacks=self.fit_run.before(callbacks),
@@ -266,9 +264,7 @@ class PrivateTraining(EngineReport, PrivateSaving):
             batch["step"] = tf.constant(optimizer.releases(), tf.int64)
             self.make_train_function()
             self.reset_metrics()
-            logs = self.train_function(
-                distribution.replica_iterator(self.distribute_strategy, batch, size)
-            )
+            logs = self.train_function(distribution.replica_iterator(self, batch, size))
         finally:
             ledger.close_phase()
         logs = keras_compat.pythonify_logs(logs)

@@ -16,7 +16,7 @@ from dp_accounting import rdp
 from toeplitz_test import matrix
 
 import keras_dpopt
-from keras_dpopt import accounting, keras_compat, prng, sampling, toeplitz
+from keras_dpopt import accounting, prng, sampling, tensorflow_compat, toeplitz
 
 CLIP, SIGMA, RATE = 0.5, 3.0, 0.25
 N, BATCH = 13, 4  # four blocks, the last one of one record
@@ -450,7 +450,7 @@ def _mlp(**arguments):
 
 def test_lost_steps_are_repeated_exactly(tmp_path, monkeypatch):
     """On a CPU these small steps are deterministic, as the switch would make them."""
-    monkeypatch.setattr(keras_compat, "is_op_determinism_enabled", lambda: True)
+    monkeypatch.setattr(tensorflow_compat, "is_op_determinism_enabled", lambda: True)
     x = rows(features=5)
     fit_arguments = {"x": x, "y": np.ones((N, 3), "f4"), "batch_size": BATCH}
     fit_arguments |= {"epochs": EPOCHS, "verbose": 0}

@@ -16,7 +16,7 @@ import tensorflow as tf
 import tiny
 
 import keras_dpopt
-from keras_dpopt import keras_compat
+from keras_dpopt import keras_compat, tensorflow_compat
 
 X, Y = tiny.rows()
 
@@ -503,19 +503,27 @@ def test_optimizer_variables_of():
 
 
 def test_eager_mode():
-    with tf.Graph().as_default(), keras_compat.eager_mode():
+    with tf.Graph().as_default(), tensorflow_compat.eager_mode():
         assert tf.executing_eagerly()
         assert float(tf.constant(1.5).numpy()) == 1.5
+
+
+def test_strategies_of():
+    default = tf.distribute.get_strategy()
+    assert keras_compat.strategies_of(tiny.classifier()) == (None, default)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    with strategy.scope():
+        assert keras_compat.strategies_of(tiny.classifier()) == (strategy, strategy)
 
 
 def test_is_op_determinism_enabled():
     """In a process of its own: it cannot be turned off again for good."""
     program = """
 import tensorflow as tf
-from keras_dpopt import keras_compat
-assert not keras_compat.is_op_determinism_enabled()
+from keras_dpopt import tensorflow_compat
+assert not tensorflow_compat.is_op_determinism_enabled()
 tf.config.experimental.enable_op_determinism()
-assert keras_compat.is_op_determinism_enabled()
+assert tensorflow_compat.is_op_determinism_enabled()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

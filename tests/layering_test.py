@@ -34,6 +34,7 @@ _RANKS = {
     "keras_compat": (0, 0),
     "layers": (0, 0),
     "prng": (0, 0),
+    "tensorflow_compat": (0, 0),
     "tf_privacy": (0, 0),
     "types": (0, 0),
     "validation": (0, 0),

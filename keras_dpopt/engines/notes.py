@@ -12,7 +12,8 @@ class WeightNote:
         weight: Its path.
         operations: The kinds of operations that use it.
         form: The norm form: "product", "gram" or "instantiated".
-        cost: Multiplications for one record's norm, where they are known.
+        cost: Of one record, in multiplications, where it is known; see
+            `norm_forms.choose`.
     """
 
     weight: str

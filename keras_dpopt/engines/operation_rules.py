@@ -184,10 +184,11 @@ def _convolution(call, cotangent, axis):
         _generic(dataclasses.replace(call, inputs=[x, w], result=z), b, axis)
         for x, w, z, b in parts
     ]
+    ones = [term.record for term in terms if term.record]
     return Dense(
         lambda: tf.concat([term.dense() for term in terms], -1),
         tuple(weight.shape),
-        lambda i: tf.concat([term.record(i) for term in terms], -1),
+        lambda i: tf.concat([one(i) for one in ones], -1),
     )
 
 
@@ -203,9 +204,9 @@ def _patches(call, axis) -> Patches | None:
     shape, strides = tuple(weight.shape), tuple(call.get_attr("strides")[1:3])
     places = tuple(call.result.shape[1:3])
     kind, explicit = call.get_attr("padding"), call.get_attr("explicit_paddings")
-    padding = [(0, 0), (0, 0)]
+    vertical, horizontal = (0, 0), (0, 0)
     if kind == b"EXPLICIT":
-        padding = [tuple(explicit[2:4]), tuple(explicit[4:6])]
+        vertical, horizontal = tuple(explicit[2:4]), tuple(explicit[4:6])
     if kind == b"SAME":
         wanted = [
             max(0, (n - 1) * stride + size - have)
@@ -213,7 +214,7 @@ def _patches(call, axis) -> Patches | None:
                 places, strides, shape[:2], x.shape[1:3], strict=True
             )
         ]
-        padding = [(n // 2, n - n // 2) for n in wanted]
+        vertical, horizontal = [(n // 2, n - n // 2) for n in wanted]
 
     def derivative(images, cotangents):
         return tf.raw_ops.Conv2DBackpropFilter(
@@ -226,7 +227,8 @@ def _patches(call, axis) -> Patches | None:
         )
 
     image = tf.cast(x, tf.float32)
-    return Patches(image, shape[:2], strides, tuple(padding), places, derivative)
+    padding = (vertical, horizontal)
+    return Patches(image, shape[:2], strides, padding, places, derivative)
 
 
 def _generic(call, cotangent, axis):
