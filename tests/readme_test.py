@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text("utf-8")
 def test_the_code_runs_and_learns(capsys, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)  # where it saves
-    code, saving = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code, saving, replicas = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict = {}
     exec(compile(code, "README.md", "exec"), names)
     statement = names["model"].privacy_statement(delta=1e-4)
@@ -25,6 +25,9 @@ def test_the_code_runs_and_learns(capsys, tmp_path, monkeypatch):
     assert accuracy > 0.7
     exec(compile(saving, "README.md", "exec"), names)
     assert names["model"].privacy_statement(delta=1e-4).epsilon == statement.epsilon
+    exec(compile(replicas, "README.md", "exec"), names)
+    assert names["strategy"].num_replicas_in_sync > 1
+    assert 0 < float(capsys.readouterr().out.split()[-1]) < 3
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"keras_dpopt\.(\w+)", README))))
