@@ -8,6 +8,9 @@ median. The step is the whole training step on one fixed batch: forward and back
 pass, clip, noise, update, metrics. Peak memory is the largest while a process of its
 own makes three steps in this one way, less that of a process that has only built the
 model.
+
+With `--peers`, the same models and batches follow in other libraries (`peers.py`), with
+the ratio to each one's own ordinary training and to ours.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ import time
 
 import keras
 import numpy as np
+import peers
 import tensorflow as tf
 from absl import app, flags
 
@@ -33,6 +37,9 @@ _MODELS = flags.DEFINE_list(
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Steps that a median is taken of.")
 _MEMORY = flags.DEFINE_bool("memory", True, "Whether to measure peak memory, too.")
 _ALL = flags.DEFINE_bool("all", False, "Also the slow engines, BAM, DiSK and DPIVON.")
+_PEERS = flags.DEFINE_bool(
+    "peers", False, "Also other libraries, each installed in an environment of its own."
+)
 _ONE = flags.DEFINE_string("one", "", "MODEL:WAY, to measure its memory; internal.")
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -270,9 +277,13 @@ def main(_):
     if _ONE.value:
         measure_memory(_ONE.value)
         return
+    gpus = len(tf.config.list_physical_devices("GPU"))
+    if _PEERS.value and gpus:
+        # Theirs may be builds for CPUs, and each brings its own CUDA otherwise.
+        raise app.UsageError("--peers compares on CPUs; hide the GPU for that")
     print(
         f"TensorFlow {tf.__version__}, Keras {keras.__version__}, {os.cpu_count()} CPU "
-        f"cores, GPUs: {len(tf.config.list_physical_devices('GPU'))}"
+        f"cores, GPUs: {gpus}"
     )
     for name in _MODELS.value:
         size = MODELS[name][1]
@@ -294,6 +305,8 @@ def main(_):
                 f"| {size / seconds:.0f} | {row['first']:.1f} s | {memory} |",
                 flush=True,
             )
+        if _PEERS.value:
+            peers.table(name, size, _REPEATS.value, found[0]["seconds"])
 
 
 if __name__ == "__main__":
