@@ -15,7 +15,7 @@ import sys
 PEERS = ("opacus", "jax_privacy", "tf_privacy")
 HERE = pathlib.Path(__file__).resolve().parent
 # Seconds of one run of a script; XLA compiles some gradients of records for longer.
-LIMIT = 900
+LIMIT = 1800
 
 
 def last_line(text: str) -> str:

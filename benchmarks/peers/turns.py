@@ -43,6 +43,20 @@ def reason(error: Exception) -> str:
     return line if len(line) <= 160 else f"{line[:157]}..."
 
 
+def warm_seconds(step) -> float:
+    """Mean seconds of steps that take a tenth of a second together.
+
+    The first is not counted: it follows another way, whose gradients of records have
+    pushed its memory out, and can take twenty times as long as one in a training loop.
+    """
+    step()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < 0.1:
+        step()
+        count += 1
+    return (time.perf_counter() - begin) / count
+
+
 def take_turns(makers: dict, x, y, repeats: int, skip=()) -> list[dict]:
     """Times the ways in turns, the first being the peer's ordinary training.
 
@@ -77,22 +91,13 @@ def take_turns(makers: dict, x, y, repeats: int, skip=()) -> list[dict]:
             failed[way] = reason(error)
     plain = next(iter(makers))
     times = {way: [] for way in steps}
-    inner = 1
-    if plain in steps:
-        # Short steps are repeated, so that a turn takes about a tenth of a second.
-        begin = time.perf_counter()
-        steps[plain]()
-        inner = max(1, int(0.1 / (time.perf_counter() - begin)))
     start = time.perf_counter()
     for turn in range(repeats):
         if turn and time.perf_counter() - start > ENOUGH:
             break
         for way, step in steps.items():
             print(f"measuring {way}", file=sys.stderr, flush=True)
-            begin = time.perf_counter()
-            for _ in range(inner):
-                step()
-            times[way].append((time.perf_counter() - begin) / inner)
+            times[way].append(warm_seconds(step))
     seconds = {way: statistics.median(found) for way, found in times.items()}
     return [
         {"way": way, "failed": failed[way]}
