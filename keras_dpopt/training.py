@@ -283,6 +283,10 @@ class PrivateTraining(EngineReport, PrivateSaving):
         self.private_step(data)
         return distribution.logs(self.get_metrics_result)
 
+    def test_step(self, data):
+        """Does one step of an evaluation; Keras calls it."""
+        return distribution.reducible(super().test_step(data))
+
     def make_train_function(self, force=False):
         """Makes Keras' train function without XLA around the whole step.
 
