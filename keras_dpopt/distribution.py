@@ -96,6 +96,18 @@ def reducible(found: dict) -> dict:
     return {name: tf.reshape(value, [1]) for name, value in found.items()}
 
 
+def first_share(model: Any, iterator: Any) -> Any:
+    """Returns what the first replica here gets of the first batch of an iterator.
+
+    Keras builds models from the mean over the replicas: there is none of unequal shares
+    or of tuples.
+    """
+    of_first = model.distribute_strategy.experimental_local_results
+    for _, _, batches in iterator:
+        return tf.nest.map_structure(lambda t: of_first(t)[0], next(batches))
+    return None
+
+
 def replica_batches(model: Any, batches: tf.data.Dataset, microbatch_size: int) -> Any:
     """Returns the logical batches as the replicas take them.
 

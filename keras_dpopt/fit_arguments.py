@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras_dpopt import keras_compat
 from keras_dpopt.dp_optimizer import check_private_optimizer
 
-
 _STRATEGIES = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
