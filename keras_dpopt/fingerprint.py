@@ -48,7 +48,14 @@ def of_run(model: Any) -> str | None:
         "compile": model.get_compile_config(),
         "phase": dataclasses.asdict(source.phase) | {"seeded": None},
         "batch": optimizer.expected_batch_size,
+        # What decides which records are computed, and added up, together.
         "engine": model.private_step.microbatch.engine.name,
+        "microbatch": model.private_step.microbatch.size(),
+        "replicas": [
+            type(model.distribute_strategy).__name__,
+            model.distribute_strategy.num_replicas_in_sync,
+        ],
+        "tf32": tf.config.experimental.tensor_float_32_execution_enabled(),
         "versions": [tf.__version__, keras.__version__, platform.machine()],
         "devices": [device.name for device in tf.config.list_logical_devices()],
         "floatx": keras.config.floatx(),

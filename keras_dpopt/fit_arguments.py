@@ -52,6 +52,16 @@ def _check_strategy(model: Any) -> None:
             "the replicas would not have copies of it. Make and compile the model in "
             "`with strategy.scope():`."
         )
+    if keras_compat.overrides_compute_loss(model):
+        raise ValueError(
+            "The model has a compute_loss of its own, and Keras divides what it gives "
+            "by the number of replicas. Pass the loss to `compile`."
+        )
+    if model.optimizer.mechanism.clip_factors is None:
+        raise ValueError(
+            "A dp_sum_query runs on one replica: nothing shows that another library's "
+            "query draws its noise once. Use the optimizer's own mechanism."
+        )
 
 
 def check_targets(model: Any, row_specs: dict[str, Any]) -> None:

@@ -65,7 +65,11 @@ def _keeps_state(name: str) -> bool:
 
 def refuse_metric_reads(graph: Any, model: keras.Model) -> None:
     """Refuses a gradient that depends on a metric, so on all records seen so far."""
-    metrics = {id(v.value.handle): v for v in model.metrics_variables}
+    metrics = {
+        id(copy.handle): v
+        for v in model.metrics_variables
+        for copy in getattr(v.value, "values", (v.value,))  # one on each replica
+    }
     read = [metrics[id(t)] for t, _ in graph.captures if id(t) in metrics]
     if read:
         raise UnsupportedModelError(

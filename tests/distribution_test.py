@@ -36,6 +36,22 @@ def test_two_replicas_equal_one(name):
     check_equal(*(train(name, mirrored(n), **LOOP, **own) for n in (1, 2)))
 
 
+@pytest.mark.parametrize("engine", ["bookkeeping", "vectorized", "eagerly"])
+def test_engines_on_replicas(engine):
+    arguments = {"gradient_engine": "loop" if engine == "eagerly" else engine}
+    arguments |= {"dropout": 0.0, "compiled": {"run_eagerly": engine == "eagerly"}}
+    check_equal(*(train("DPSGD", mirrored(n), **arguments) for n in (1, 2)))
+
+
+def test_auto_takes_the_same_engine_on_replicas():
+    model = classifier("FiBeR", mirrored(2))
+    model.fit(*rows(), verbose=0)
+    microbatch = model.private_step.microbatch
+    assert microbatch.engine.name == "bookkeeping" and not microbatch.reasons
+    # The share of a replica is half of the batch.
+    assert microbatch.size() == BATCH // 2 + 4 * 1
+
+
 @pytest.mark.parametrize("name", ["DPSGD", "FiBeR"])
 def test_four_replicas_equal_one_also_where_some_have_no_record(name):
     runs = [
@@ -48,7 +64,8 @@ def test_per_layer_and_adaptive_clipping_and_xla_on_replicas():
     adaptive = {"clipping": AdaptiveClipping(count_noise_stddev=2.0)}
     for arguments in ({"clipping": "per_layer"}, adaptive):
         check_equal(*(train("DPSGD", mirrored(n), **LOOP, **arguments) for n in (1, 2)))
-    compiled = {"dropout": 0.0, "jit_compile": True, "microbatch_size": 2}
+    compiled = {"dropout": 0.0, "compiled": {"jit_compile": True}, "microbatch_size": 2}
+    compiled |= {"gradient_engine": "bookkeeping"}
     check_equal(*(train("DPAdamW", mirrored(n), **compiled) for n in (1, 2)))
 
 
