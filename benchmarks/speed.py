@@ -200,6 +200,13 @@ def stepper(name: str, way: Way):
     return step
 
 
+def _seconds(step, number: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(number):
+        step()
+    return (time.perf_counter() - begin) / number
+
+
 def measure(name: str) -> list[dict]:
     """Times all ways of training one model, in turns."""
     steps, first = {}, {}
@@ -209,16 +216,14 @@ def measure(name: str) -> list[dict]:
         steps[way]()
         first[way] = time.perf_counter() - begin
     times = {way: [] for way in steps}
-    # Short steps are repeated, so that a turn takes about a tenth of a second.
-    begin = time.perf_counter()
+    # Short steps are repeated, so that a turn takes about a quarter of a second. The
+    # first step of a turn finds the caches full of another way's data, and is not timed.
     steps[Way()]()
-    inner = max(1, int(0.1 / (time.perf_counter() - begin)))
+    inner = max(1, round(0.25 / _seconds(steps[Way()], 1)))
     for _ in range(_REPEATS.value):
         for way, step in steps.items():
-            begin = time.perf_counter()
-            for _ in range(inner):
-                step()
-            times[way].append((time.perf_counter() - begin) / inner)
+            step()
+            times[way].append(_seconds(step, inner))
     return [
         {"way": way, "seconds": statistics.median(times[way]), "first": first[way]}
         for way in steps

@@ -80,6 +80,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         """Restores the backup, if there is one; else makes the first."""
         del logs
         model = self._private()
+        strategy = model.distribute_strategy
+        if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+            raise ValueError(
+                "BackupAndRestore is for one host: several workers would all write the "
+                "backup. Train on one host, or without it."
+            )
         self._applied = self._since_save = 0
         self._metrics = None
         # Of the configuration as the user gave it: the state may bring another

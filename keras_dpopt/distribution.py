@@ -40,7 +40,10 @@ def once(function: Callable, values: Any, batch: dict) -> Any:
     replicas = context.num_replicas_in_sync
     if replicas == 1:
         return function(values)
-    own = batch.get("fingerprint", tf.zeros([0]))
+    # A distributed data set forgets the first axis of what it is made of.
+    own = tf.zeros([0])
+    if "fingerprint" in batch:
+        own = tf.ensure_shape(batch["fingerprint"], [8])
     flat = [*tf.nest.flatten(values), own]
     # One vector: one all-reduce, whatever the number of weights.
     vector = tf.concat([tf.reshape(value, [-1]) for value in flat], 0)
@@ -81,10 +84,28 @@ def logs(metrics_result: Callable[[], dict]) -> dict:
         found = metrics_result()
     else:
         found = context.merge_call(lambda _: metrics_result())
-    if isinstance(context.strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        # Keras takes the mean over the first axis there, and scalars have none.
-        return {name: tf.reshape(value, [1]) for name, value in found.items()}
-    return found
+    return reducible(found)
+
+
+def reducible(found: dict) -> dict:
+    """Returns metrics in the shape that Keras can reduce over the replicas."""
+    strategy = tf.distribute.get_strategy()
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return found
+    # Keras takes the mean over the first axis there, and scalars have none.
+    return {name: tf.reshape(value, [1]) for name, value in found.items()}
+
+
+def first_share(model: Any, iterator: Any) -> Any:
+    """Returns what the first replica here gets of the first batch of an iterator.
+
+    Keras builds models from the mean over the replicas: there is none of unequal shares
+    or of tuples.
+    """
+    of_first = model.distribute_strategy.experimental_local_results
+    for _, _, batches in iterator:
+        return tf.nest.map_structure(lambda t: of_first(t)[0], next(batches))
+    return None
 
 
 def replica_batches(model: Any, batches: tf.data.Dataset, microbatch_size: int) -> Any:

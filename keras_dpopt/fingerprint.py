@@ -55,6 +55,7 @@ def of_run(model: Any) -> str | None:
             type(model.distribute_strategy).__name__,
             model.distribute_strategy.num_replicas_in_sync,
         ],
+        "tf32": tf.config.experimental.tensor_float_32_execution_enabled(),
         "versions": [tf.__version__, keras.__version__, platform.machine()],
         "devices": [device.name for device in tf.config.list_logical_devices()],
         "floatx": keras.config.floatx(),

@@ -9,6 +9,11 @@ import tensorflow as tf
 from keras_dpopt import keras_compat
 from keras_dpopt.dp_optimizer import check_private_optimizer
 
+_STRATEGIES = (
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+)
+
 
 def check_ready(model: Any, compiled_optimizer: Any) -> None:
     """Raises unless the model was compiled to train privately, as it stands.
@@ -36,7 +41,7 @@ def _check_strategy(model: Any) -> None:
     strategy = model.distribute_strategy
     if strategy.num_replicas_in_sync == 1:
         return
-    if not isinstance(strategy, tf.distribute.MirroredStrategy):
+    if not isinstance(strategy, _STRATEGIES):
         raise ValueError(
             f"{type(strategy).__name__} is not supported: nothing shows that its "
             "replicas would draw noise once. Use tf.distribute.MirroredStrategy."

@@ -14,7 +14,8 @@ class DrawnNoise:
     """Standard normals of a release that were drawn before its sum was there.
 
     They depend on no record, so they can be drawn while the gradients are computed,
-    which costs less than one after the other.
+    which costs less than one after the other. On several replicas, those of the first
+    are used, and the graph drops the others.
 
     Attributes:
         key: int64 scalar, the noise key.

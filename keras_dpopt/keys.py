@@ -5,6 +5,8 @@ neither Keras nor TensorFlow tracks what is in it, and no save, checkpoint or ex
 finds it. `keras_dpopt.BackupAndRestore` alone writes them, to its own directory.
 """
 
+from typing import Any
+
 import tensorflow as tf
 
 from keras_dpopt import prng
@@ -26,7 +28,9 @@ class SecretKeys:
             prng.new_key() if seed is None else prng.key_from_seed(seed, purpose)
             for purpose in _PURPOSES
         ]
+        self._strategy = tf.distribute.get_strategy()
         with tf.init_scope():
+            # Under a strategy of several workers, all get the values of the first.
             self._variable = tf.Variable(
                 values, dtype=tf.int64, trainable=False, name="secret_keys"
             )
@@ -54,7 +58,8 @@ class SecretKeys:
     def refresh(self) -> None:
         """Draws new keys, for a continuation that is no exact replay."""
         self.seeded = False
-        self._variable.assign([prng.new_key() for _ in _PURPOSES])
+        values = [prng.new_key() for _ in _PURPOSES]
+        self._variable.assign(_of_first_worker(self._strategy, values))
 
     def export(self) -> dict:
         """Returns the keys; the caller guards them (see `BackupAndRestore`)."""
@@ -72,6 +77,20 @@ class SecretKeys:
     def __deepcopy__(self, memo):
         del memo
         return SecretKeys()
+
+
+def _of_first_worker(strategy: tf.distribute.Strategy, values: list[int]) -> Any:
+    """Returns the values of the first worker, on all of them; all have to call it."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return values
+
+    def of_first():
+        context = tf.distribute.get_replica_context()
+        first = tf.equal(context.replica_id_in_sync_group, 0)
+        mine = tf.where(first, tf.constant(values, tf.int64), 0)
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
+
+    return strategy.experimental_local_results(strategy.run(of_first))[0]
 
 
 class ForkOnRestore(tf.train.experimental.PythonState):

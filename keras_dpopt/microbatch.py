@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from keras_dpopt import data, engines, keras_compat, losses, prng, step_checks
 from keras_dpopt.engines import EngineNotes, GradientEngine, GradientProblem
+from keras_dpopt.engines.rounding import product_error
 from keras_dpopt.queries import Point, StepState
 
 # Bytes that the tensors of a microbatch may have together where `microbatch_size` is
@@ -50,6 +51,7 @@ class MicrobatchSum:
         self.engine: Any = None
         self.reasons: dict[str, str] = {}
         self.notes = EngineNotes()
+        self._product_error = product_error()
 
     def points(self, state: StepState) -> tuple:
         """What the function of one microbatch gets to know its points from.
@@ -157,10 +159,16 @@ class MicrobatchSum:
         `_MEMORY`, held against the sum of all tensors of a record. The other engines
         hold a gradient for each record.
         """
+        if self._product_error != product_error():
+            raise ValueError(
+                "TF32 was turned on or off after the model was compiled, and bounds of "
+                "norms are for what it was. Compile the model again."
+            )
         given = self._optimizer.microbatch_size
         if given:
             return given
-        batch_size = self._optimizer.expected_batch_size
+        replicas = self._model.distribute_strategy.num_replicas_in_sync
+        batch_size = -(-self._optimizer.expected_batch_size // replicas)
         if self.engine.name == "bookkeeping":
             by_memory = max(1, _MEMORY // max(1, self.notes.record_bytes))
             # Poisson batches are seldom larger than by 4 standard deviations. XLA

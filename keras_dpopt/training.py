@@ -24,9 +24,10 @@ from keras_dpopt.fit_run import FitRun
 from keras_dpopt.model_ledger import ModelLedger
 from keras_dpopt.private_step import PrivateStep
 from keras_dpopt.saving import PrivateSaving
+from keras_dpopt.training_hooks import TrainingHooks
 
 
-class PrivateTraining(EngineReport, PrivateSaving):
+class PrivateTraining(EngineReport, TrainingHooks, PrivateSaving):
     """Makes a Keras model train with differential privacy, and in no other way."""
 
     def __init__(self, *args, **kwargs):
@@ -282,25 +283,6 @@ class PrivateTraining(EngineReport, PrivateSaving):
             )
         self.private_step(data)
         return distribution.logs(self.get_metrics_result)
-
-    def make_train_function(self, force=False):
-        """Makes Keras' train function without XLA around the whole step.
-
-        XLA would compile again for each number of microbatches; the function of one
-        microbatch is compiled instead.
-        """
-        jit_compile, self.jit_compile = self.jit_compile, False
-        try:
-            made = super().make_train_function(force)
-            self._own_train_function = self.train_function
-            return made
-        finally:
-            self.jit_compile = jit_compile
-
-    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
-        # Keras would take a batch out of the iterator to build what `fit` has built.
-        if self.fit_run is None:
-            super()._maybe_symbolic_build(iterator, data_batch)
 
     def _preprocess(self):
         """The preprocessing function of a model that brings one, or `None`."""

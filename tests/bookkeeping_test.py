@@ -97,6 +97,11 @@ LAYERS = {
         lambda: layers.Conv2D(3, 3, strides=(2, 1), padding="same"),
         IMAGES,
     ),
+    "Conv2D of one place": (lambda: layers.Conv2D(3, 8), IMAGES),
+    "Conv2D of one padded place": (
+        lambda: layers.Conv2D(3, 3, strides=8, padding="same"),
+        IMAGES,
+    ),
     "Conv2D dilated": (
         lambda: layers.Conv2D(3, 3, dilation_rate=(2, 3), padding="same"),
         IMAGES,

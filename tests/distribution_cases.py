@@ -24,7 +24,7 @@ def rows(records: int = RECORDS):
     return x, draw.normal(size=(records, 2)).astype("float32")
 
 
-def classifier(name, strategy, dropout=0.5, jit_compile=False, **arguments):
+def classifier(name, strategy, dropout=0.5, compiled=None, **arguments):
     """A model with a random layer, compiled under a strategy."""
     arguments = {"expected_batch_size": BATCH, "seed": 5, **arguments}
     with strategy.scope():
@@ -39,7 +39,7 @@ def classifier(name, strategy, dropout=0.5, jit_compile=False, **arguments):
         optimizer = contract.make(
             helpers.OPTIMIZERS[name], 0.1, whole=False, **arguments
         )
-        model.compile(optimizer, loss="mse", metrics=["mae"], jit_compile=jit_compile)
+        model.compile(optimizer, loss="mse", metrics=["mae"], **(compiled or {}))
     return model
 
 

@@ -1,5 +1,11 @@
 """Replicas: the same privatized gradients as on one device, noise included."""
 
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
 import helpers
 import keras
 import numpy as np
@@ -30,6 +36,28 @@ def test_two_replicas_equal_one(name):
     check_equal(*(train(name, mirrored(n), **LOOP, **own) for n in (1, 2)))
 
 
+@pytest.mark.parametrize("engine", ["bookkeeping", "vectorized", "eagerly"])
+def test_engines_on_replicas(engine):
+    arguments = {"gradient_engine": "loop" if engine == "eagerly" else engine}
+    arguments |= {"dropout": 0.0, "compiled": {"run_eagerly": engine == "eagerly"}}
+    check_equal(*(train("DPSGD", mirrored(n), **arguments) for n in (1, 2)))
+
+
+def test_auto_takes_the_same_engine_on_replicas():
+    model = classifier("FiBeR", mirrored(2))
+    model.fit(*rows(), verbose=0)
+    microbatch = model.private_step.microbatch
+    assert microbatch.engine.name == "bookkeeping" and not microbatch.reasons
+
+
+def test_a_microbatch_is_of_the_share_of_a_replica():
+    """Half of the batch on two, and 4 standard deviations of a Poisson draw."""
+    for replicas, size in ((1, 64 + 4 * 8 + 1), (2, 32 + 4 * 5 + 1)):
+        model = classifier("DPSGD", mirrored(replicas), expected_batch_size=64)
+        model.fit(*rows(80), steps_per_epoch=1, verbose=0)
+        assert model.private_step.microbatch.size() == size
+
+
 @pytest.mark.parametrize("name", ["DPSGD", "FiBeR"])
 def test_four_replicas_equal_one_also_where_some_have_no_record(name):
     runs = [
@@ -42,8 +70,56 @@ def test_per_layer_and_adaptive_clipping_and_xla_on_replicas():
     adaptive = {"clipping": AdaptiveClipping(count_noise_stddev=2.0)}
     for arguments in ({"clipping": "per_layer"}, adaptive):
         check_equal(*(train("DPSGD", mirrored(n), **LOOP, **arguments) for n in (1, 2)))
-    compiled = {"dropout": 0.0, "jit_compile": True, "microbatch_size": 2}
+    compiled = {"dropout": 0.0, "compiled": {"jit_compile": True}, "microbatch_size": 2}
+    compiled |= {"gradient_engine": "bookkeeping"}
     check_equal(*(train("DPAdamW", mirrored(n), **compiled) for n in (1, 2)))
+
+
+def _free_ports(number: int) -> list[str]:
+    sockets = [socket.socket() for _ in range(number)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [str(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def test_two_workers_equal_one_replica_and_refuse_different_data(tmp_path):
+    path, names = pathlib.Path(__file__).parent, ("DPSGD", "FiBeR")
+    ports = ",".join(_free_ports(2))
+    workers = []
+    for i in range(2):
+        with open(tmp_path / f"log{i}", "w", encoding="utf-8") as log:
+            command = ["distribution_process.py", tmp_path, i, ports, ",".join(names)]
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, command)],
+                    cwd=path,
+                    env={**os.environ, "PYTHONPATH": f"{path.parent}:{path}"},
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+    try:
+        codes = [worker.wait(timeout=400) for worker in workers]
+    finally:
+        for worker in workers:  # none is left behind, whatever happened
+            worker.kill()
+            worker.wait()
+    said = [(tmp_path / f"log{i}").read_text()[-3000:] for i in range(2)]
+    assert codes == [0, 0], said
+    found = [dict(np.load(tmp_path / f"worker{i}.npz")) for i in range(2)]
+    for name in names:
+        one = train(name, mirrored(1), **LOOP)
+        for of in found:
+            history = {key: of[f"{name}.{key}"] for key in one[2]}
+            check_equal(one, (of[f"{name}.gradients"], of[f"{name}.weights"], history))
+    for key in ("unseeded", "evaluated"):
+        np.testing.assert_array_equal(found[0][key], found[1][key])
+    for of in found:
+        assert of["refused"]
+        np.testing.assert_array_equal(of["after"], of["unseeded"])
 
 
 def _batches(model):

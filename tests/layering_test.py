@@ -110,6 +110,7 @@ _RANKS = {
     "microbatch": (4, 0),
     "distribution": (3, 7),
     "private_step": (4, 1),
+    "training_hooks": (4, 1),
     "step_checks": (3, 0),
     "weights_watch": (3, 0),
     "saving": (4, 0),

@@ -170,8 +170,8 @@ def test_the_two_releases_of_sam_are_accounted_and_apart():
     model = _noise_model(optimizer)
     seen, release = [], optimizer.release
 
-    def watching(clipped, stage=0):
-        gradient = release(clipped, stage)
+    def watching(clipped, stage, drawn):
+        gradient = release(clipped, stage, drawn)
         seen.append((stage, gradient.values))
         return gradient
 

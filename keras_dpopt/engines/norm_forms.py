@@ -23,7 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_dpopt.engines.left_factors import kept_rows
+from keras_dpopt.engines.left_factors import Patches, kept_rows
 from keras_dpopt.engines.rounding import (
     SLACK,
     SMALLEST,
@@ -119,7 +119,9 @@ class FactoredForm:
     def __init__(self, part: Sequence[Factored], records: Any):
         del records
         self._part = part
-        self.name = "product" if len(part) == 1 and part[0].tokens == 1 else "gram"
+        one = len(part) == 1 and part[0].tokens == 1
+        patch = isinstance(part[0].left, Patches)
+        self.name = "product" if one and not patch else "gram"
         self.bound = (
             product_bound(part[0]) if self.name == "product" else gram_bound(part)
         )

@@ -22,8 +22,9 @@ SLACK = 1.0 + (_RUN / 2 + 8) * UNIT
 """What covers a sum of squares in runs, its root and a few roundings around it."""
 
 
-# Relative errors of a product of two numbers whose digits a device cuts first.
-_TF32, _BFLOAT16 = 2.0**-10 * (1.0 + 2.0**-10), 2.0**-7 * (1.0 + 2.0**-7)
+# Relative errors of a product of two numbers of which a device keeps 10 or 7 digits
+# behind the first: by cutting them off, which is worse than by rounding.
+_TF32, _BFLOAT16 = 2.0**-9 * (1.0 + 2.0**-9), 2.0**-6 * (1.0 + 2.0**-6)
 
 
 def product_error() -> float:
