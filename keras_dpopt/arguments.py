@@ -41,8 +41,8 @@ _REFUSED = {
     "clipnorm": "it would clip the noised gradient; use `l2_norm_clip`",
     "clipvalue": "it would clip the noised gradient; use `l2_norm_clip`",
     "global_clipnorm": "it would clip the noised gradient; use `l2_norm_clip`",
-    "gradient_accumulation_steps": "it would add noise at each micro-step; give `fit` "
-    "the whole `batch_size` and bound the memory with `microbatch_size`",
+    "gradient_accumulation_steps": "it would add noise at each micro-step; use "
+    "`logical_batch_steps`, or bound the memory with `microbatch_size`",
     "loss_scale_factor": "the training step scales float16 losses itself",
 }
 

@@ -69,6 +69,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._journal: Any = None
         self._fingerprint: str | None = None
         self._schedule = ""
+        self._draws = ""
         self._metrics: list[np.ndarray] | None = None
         self._epoch = 0
         self._applied = 0
@@ -92,6 +93,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         # learning rate, say.
         self._fingerprint = fingerprint.of_run(model)
         self._schedule = fingerprint.of_schedule(model)
+        self._draws = fingerprint.of_draws(model)
         self.backup_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         state, journal = self.backup_dir / _STATE, self.backup_dir / _JOURNAL
         if not state.exists():
@@ -122,6 +124,12 @@ class BackupAndRestore(keras.callbacks.Callback):
         model = self._private()
         if batch + model.steps_per_execution <= self._applied:
             return
+        parts = model.optimizer.logical_batch_steps
+        number = (batch + model.steps_per_execution) // parts - batch // parts
+        if (
+            not number
+        ):  # of releases: parts of a logical batch are kept, and that is all
+            return
         first, state = model.optimizer.releases(), 0
         if self._fingerprint is not None:
             state = int(digest.weights_digest(_state(model)))
@@ -133,7 +141,7 @@ class BackupAndRestore(keras.callbacks.Callback):
                     "callback or the code has changed. Start again: the training will "
                     "go on from the backup with fresh keys."
                 )
-        self._journal.write_steps(first, first + model.steps_per_execution, state)
+        self._journal.write_steps(first, first + number, state)
 
     def on_train_batch_end(self, batch, logs=None):
         """Saves, every `save_freq` batches."""
@@ -178,6 +186,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "ledger": text,
             "fingerprint": self._fingerprint,
             "schedule": self._schedule,
+            "draws": self._draws,
         }
         arrays = {name: _storable(v.numpy()) for name, v in _named(model).items()}
         arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
@@ -219,6 +228,11 @@ class BackupAndRestore(keras.callbacks.Callback):
         for variable, value in values:
             variable.assign(value)
         optimizer.set_releases(meta["releases"])
+        applied, parts = meta["applied"], optimizer.logical_batch_steps
+        if not (replay and self._draws and meta.get("draws") == self._draws):
+            # Parts of another draw: a record could be in them and in those to come.
+            optimizer.drop_parts()
+            applied -= applied % parts
         if replay:
             optimizer.keys.restore(meta["keys"])
         else:
@@ -244,8 +258,8 @@ class BackupAndRestore(keras.callbacks.Callback):
             # Batches that the caller made may come in another order now.
             model.privacy_ledger.begin_epoch()
         model._initial_epoch = meta["epoch"]
-        self._epoch, self._applied = meta["epoch"], meta["applied"]
-        run.applied_in_epoch = meta["applied"]
+        self._epoch, self._applied = meta["epoch"], applied
+        run.applied_in_epoch = applied
         return replay
 
     def _values(self, model, saved: dict[str, np.ndarray], applied: int) -> list:

@@ -1,10 +1,11 @@
 """From the user's data to logical batches: padded microbatches and their count.
 
-A logical batch is a dict of
+A logical batch, or one part of `logical_batch_steps` of it, is a dict of
 
     "rows":  {"x": ..., "y": ..., "sample_weight": ...}, leaves of shape [k, m, ...]
     "count": int32 scalar, the records in it; the rows behind them are padding
     "step":  int64 scalar, the number of the release that it is for
+    "part":  int64 scalar, which of the physical batches of the logical one it is
 
 with k = ceil(count / m) microbatches of m records (none for an empty batch). The batch
 for step t is a function of (sampler key, t), so prefetching changes nothing.
@@ -18,23 +19,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dpopt import arguments, keras_compat
-from keras_dpopt.types import UnsupportedModelError
+from keras_dpopt import arguments, keras_compat, preprocessing
 
 # Memory that the record gradients of one microbatch may take where the user leaves
 # `microbatch_size` to us, and the size above which more records gain no speed.
 _MICROBATCH_BYTES = 2**28
 _LARGEST_MICROBATCH = 128
-
-# Rows, and runs of them, that a preprocessing is tried on.
-_TRIED_ROWS, _TRIED_RUNS = 8, 4
-_TOLERANCE = 1e-6
-
-UNCHECKED = (
-    "The preprocessing is given batches that cannot be read again; it was not checked "
-    "for mixing records."
-)
-_RANDOM = "The preprocessing is random; it was not checked for mixing records."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +55,7 @@ def rows_in_memory(x, y, sample_weight, class_weight, preprocessed: bool) -> Row
             x, y, sample_weight, class_weight
         )
     # To `tf.data` a list is one tensor, as in Keras' own adapters.
-    values = keras.tree.lists_to_tuples(_record(x, y, sample_weight))
+    values = keras.tree.lists_to_tuples(preprocessing.record(x, y, sample_weight))
     sizes = {int(leaf.shape[0]) for leaf in tf.nest.flatten(values)}
     if len(sizes) != 1:
         raise ValueError(
@@ -73,11 +63,6 @@ def rows_in_memory(x, y, sample_weight, class_weight, preprocessed: bool) -> Row
             "Pass arrays of one length."
         )
     return Rows(values, sizes.pop())
-
-
-def _record(x, y, sample_weight) -> dict[str, Any]:
-    parts = {"x": x, "y": y, "sample_weight": sample_weight}
-    return {name: part for name, part in parts.items() if part is not None}
 
 
 def tensors(arrays: tuple) -> tuple:
@@ -109,40 +94,52 @@ def drawn_batches(
     start: tf.Variable,
     steps: int,
     preprocess: Callable | None = None,
+    parts: int = 1,
 ) -> tf.data.Dataset:
     """Batches that are drawn from rows in memory, not yet cut into microbatches.
 
     Args:
         rows: The rows.
-        draw: `step -> indices`, int64 `[n]`, of the batch for that step.
+        draw: `step -> indices`, int64 `[n]`, of the logical batch for that step.
         start: Variable read when an iteration starts: the step of its first batch.
-        steps: Batches in one iteration.
+        steps: Logical batches in one iteration.
         preprocess: `(x, y, sample_weight) -> packed`, of a model with a preprocessor.
+        parts: Physical batches of a logical one; part j of k has its indices j, j + k,
+            j + 2k, ...
     """
     tensors = tf.nest.map_structure(tf.convert_to_tensor, rows.values)
 
-    def batch(step):
-        indices = draw(step)
+    def drawn(step):
+        return {"step": step, "part": tf.zeros_like(step), "indices": draw(step)}
+
+    def in_parts(logical):
+        # Of one draw, whatever becomes of the key before the last of them is taken: a
+        # record in the parts of two draws would count twice in their sum.
+        numbers = tf.data.Dataset.range(parts)
+        return numbers.map(
+            lambda j: logical | {"part": j, "indices": logical["indices"][j::parts]}
+        )
+
+    def batch(drawn):
+        indices = drawn.pop("indices")
         if preprocess is None:
             taken = tf.nest.map_structure(lambda t: tf.gather(t, indices), tensors)
-            return {"rows": taken, "step": step}
+            return {"rows": taken, **drawn}
         # A tokenizer may fail on no rows at all: an empty batch borrows row 0.
         some = tf.cond(
             tf.size(indices) > 0, lambda: indices, lambda: tf.zeros([1], tf.int64)
         )
         taken = tf.nest.map_structure(lambda t: tf.gather(t, some), tensors)
-        taken = _preprocessed(preprocess, taken)
+        taken = preprocessing.run(preprocess, taken)
         count = tf.size(indices)
-        return {
-            "rows": tf.nest.map_structure(lambda t: t[:count], taken),
-            "step": step,
-        }
+        return {"rows": tf.nest.map_structure(lambda t: t[:count], taken), **drawn}
 
-    batches = (
-        _steps_from(start)
-        .take(steps)
-        .map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
-        .apply(tf.data.experimental.assert_cardinality(steps))
+    parallel = {"num_parallel_calls": tf.data.AUTOTUNE, "deterministic": True}
+    logical = _numbers_from(start, 1).take(steps).map(drawn, **parallel)
+    if parts > 1:
+        logical = logical.flat_map(in_parts)
+    batches = logical.map(batch, **parallel).apply(
+        tf.data.experimental.assert_cardinality(steps * parts)
     )
     arguments.refuse_other_specs(batches.element_spec)
     return batches
@@ -153,24 +150,25 @@ def given_batches(
     start: tf.Variable,
     preprocess: Callable | None = None,
     number: int | None = None,
+    parts: int = 1,
 ) -> tf.data.Dataset:
-    """Batches that the caller made: each element becomes one logical batch.
+    """Batches that the caller made: `parts` elements become one logical batch.
 
     Args:
         dataset: Data set of `x`, `(x, y)` or `(x, y, sample_weight)`.
         start: As in `drawn_batches`.
         preprocess: As in `drawn_batches`.
         number: How many elements there are, where that is known.
+        parts: As in `drawn_batches`.
     """
 
-    def batch(step, *element):
+    def batch(number, *element):
         element = element[0] if len(element) == 1 else element
-        taken = _record(*keras_compat.unpack_x_y_sample_weight(element))
-        if preprocess is not None:
-            taken = _preprocessed(preprocess, taken)
-        return {"rows": taken, "step": step}
+        taken = preprocessing.record(*keras_compat.unpack_x_y_sample_weight(element))
+        taken = preprocessing.run(preprocess, taken)
+        return {"rows": taken, "step": number // parts, "part": number % parts}
 
-    batches = tf.data.Dataset.zip(_steps_from(start), dataset).map(batch)
+    batches = tf.data.Dataset.zip(_numbers_from(start, parts), dataset).map(batch)
     arguments.refuse_other_specs(batches.element_spec)
     if number is None:
         return batches
@@ -183,8 +181,8 @@ def single_batch(x, y, sample_weight, class_weight, preprocess=None) -> dict:
     taken = tf.nest.map_structure(tf.convert_to_tensor, rows.values)
     if preprocess is None:
         return {"rows": taken}
-    check_preprocessing(preprocess, taken)
-    return {"rows": _preprocessed(preprocess, taken)}
+    preprocessing.check(preprocess, taken)
+    return {"rows": preprocessing.run(preprocess, taken)}
 
 
 def preprocessed_batches(given, batch_size: int, preprocess) -> tf.data.Dataset:
@@ -236,115 +234,22 @@ def in_microbatches(batch: dict, microbatch_size: int) -> dict:
         "rows": tf.nest.map_structure(split, rows),
         "count": count,
         "step": tf.cast(batch["step"], tf.int64),
+        "part": tf.cast(batch.get("part", 0), tf.int64),
     }
 
 
-def _steps_from(start: tf.Variable) -> tf.data.Dataset:
-    """An endless count from `start`, whose value is read as the iteration starts.
+def _numbers_from(start: tf.Variable, parts: int) -> tf.data.Dataset:
+    """An endless count from `parts * start`, read as the iteration starts.
 
     Read element by element, the variable would race with the training step.
     """
     return tf.data.Dataset.range(1).flat_map(
-        lambda _: tf.data.Dataset.range(start.read_value(), tf.int64.max)
+        lambda _: tf.data.Dataset.range(parts * start.read_value(), tf.int64.max)
     )
-
-
-def _preprocessed(preprocess, taken):
-    packed = preprocess(taken["x"], taken.get("y"), taken.get("sample_weight"))
-    return _record(*keras_compat.unpack_x_y_sample_weight(packed))
-
-
-# --- does a preprocessing mix records? ---------------------------------------------
 
 
 def element_rows(element) -> dict[str, Any]:
     """The rows of an element of a data set, as tensors."""
-    return _record(*tensors(keras_compat.unpack_x_y_sample_weight(element)))
-
-
-def preprocessed_rows(rows: dict, preprocess: Callable | None) -> dict:
-    """Rows as a model with this preprocessor gets them."""
-    return rows if preprocess is None else _preprocessed(preprocess, rows)
-
-
-def number_of_rows(rows: dict) -> int:
-    """How many rows there are."""
-    return int(tf.nest.flatten(rows)[0].shape[0])
-
-
-def check_preprocessing(preprocess, rows: dict) -> tuple[str, ...]:
-    """Refuses a preprocessing in which a row depends on the others of its batch.
-
-    It runs on a few rows together and on each alone, and must give the same. Nothing
-    but whether the model is supported follows from it.
-
-    Args:
-        preprocess: `(x, y, sample_weight) -> packed`.
-        rows: Rows to take some of.
-
-    Returns:
-        Notes for the ledger.
-
-    Raises:
-        UnsupportedModelError: if rows are mixed.
-    """
-    if any(isinstance(t, tf.SparseTensor) for t in tf.nest.flatten(rows)):
-        return (UNCHECKED,)
-    # Spread over all of them: neighbours are often alike.
-    places = np.linspace(0, number_of_rows(rows) - 1, _TRIED_ROWS)
-    alone = [
-        tf.nest.map_structure(lambda t, i=i: tf.convert_to_tensor(t[i : i + 1]), rows)
-        for i in sorted({int(place) for place in places})
-    ]
-    if len(alone) < 2:
-        return ()
-    together = tf.nest.map_structure(lambda *t: tf.concat(t, axis=0), *alone)
-    runs = [_outputs(preprocess, together) for _ in range(2)]
-    if _same(*runs) and _same(
-        runs[0], _joined([_outputs(preprocess, row) for row in alone])
-    ):
-        return ()
-    runs += [_outputs(preprocess, together) for _ in range(_TRIED_RUNS)]
-    if _vary(runs):
-        # Random. Where every row varies in company and none alone, it is the company.
-        mixed = all(
-            _vary([[leaf[i : i + 1] for leaf in run] for run in runs])
-            and not _vary([_outputs(preprocess, row) for _ in range(_TRIED_RUNS)])
-            for i, row in enumerate(alone)
-        )
-        if not mixed:
-            return (_RANDOM,)
-    raise UnsupportedModelError(
-        "The model's preprocessing makes something else of a record alone than "
-        "among others, so clipping does not bound what one record changes. Give "
-        "the preprocessor a fixed sequence length, or preprocess the data record "
-        "by record before `fit`."
+    return preprocessing.record(
+        *tensors(keras_compat.unpack_x_y_sample_weight(element))
     )
-
-
-def _outputs(preprocess, rows) -> list[np.ndarray]:
-    leaves = tf.nest.flatten(_preprocessed(preprocess, rows))
-    arguments.refuse_other_kinds(leaves)
-    return [np.asarray(leaf) for leaf in leaves]
-
-
-def _joined(parts: list[list[np.ndarray]]) -> list[np.ndarray]:
-    """Concatenates row by row; nothing where the rows do not fit together."""
-    try:
-        return [np.concatenate(leaves) for leaves in zip(*parts, strict=True)]
-    except ValueError:
-        return []
-
-
-def _vary(runs: list[list[np.ndarray]]) -> bool:
-    return not all(_same(runs[0], run) for run in runs[1:])
-
-
-def _same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
-    return len(first) == len(second) and all(map(_equal, first, second))
-
-
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.shape != b.shape or a.dtype.kind != "f":
-        return np.array_equal(a, b)
-    return np.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from keras_dpopt import data, keras_compat, losses, prng
+from keras_dpopt import data, keras_compat, losses, preprocessing, prng
 from keras_dpopt.diagnostics_private import check_private_model
 from keras_dpopt.engines import base
 from keras_dpopt.queries import Point
@@ -52,7 +52,7 @@ class RawRecords:
         # Of a model with a preprocessor, as in a private model around a keras_hub task.
         preprocess = getattr(model, "preprocess_samples", None)
         self._rows = data.single_batch(x, y, sample_weight, None, preprocess)["rows"]
-        self._size = data.number_of_rows(self._rows)
+        self._size = preprocessing.number_of_rows(self._rows)
         keras_compat.build_for(
             model,
             tf.nest.map_structure(

@@ -22,6 +22,7 @@ from keras_dpopt.filters import NoFilter
 from keras_dpopt.keys import ForkOnRestore, SecretKeys
 from keras_dpopt.optimizer_saving import OptimizerSaving
 from keras_dpopt.optimizer_state import OptimizerState, shared_variable
+from keras_dpopt.partial_sum import PartialSum
 from keras_dpopt.queries import GradientQuery
 from keras_dpopt.release_count import ReleaseCount
 from keras_dpopt.step_interface import StepInterface
@@ -65,6 +66,10 @@ class DPOptimizer(
             by. `None` takes `batch_size` of `fit`.
         microbatch_size: Positive int, how many records are held in memory at a time.
             It never changes the result. `None` chooses one.
+        logical_batch_steps: Positive int k: a logical batch comes as k physical ones,
+            each a batch to Keras. Their clipped sums are added up, and noise and
+            update come once, with the last one; B, the ledger and the learning rate
+            schedule are of logical batches. No record may be in two of the k.
         gradient_engine: "auto", "bookkeeping", "vectorized" or "loop"; see
             `explain_engine` of the model.
         augmentation_multiplicity: Positive int K: each record is evaluated K times,
@@ -103,6 +108,7 @@ class DPOptimizer(
         rescale_to_unit_norm=False,
         expected_batch_size=None,
         microbatch_size=None,
+        logical_batch_steps=1,
         gradient_engine="auto",
         augmentation_multiplicity=1,
         dp_sum_query=None,
@@ -145,6 +151,15 @@ class DPOptimizer(
         self.microbatch_size = arguments.check_optional_size(
             "microbatch_size", microbatch_size
         )
+        self.logical_batch_steps = validation.check_positive_integer(
+            "logical_batch_steps", logical_batch_steps
+        )
+        if self.logical_batch_steps > 1 and self.query.stages > 1:
+            raise ValueError(
+                f"{type(self).__name__} goes over each batch more than once, which "
+                "logical_batch_steps cannot: its parts are gone. Leave it out, and "
+                "bound the memory with `microbatch_size`."
+            )
         self.gradient_engine = arguments.check_engine_name(gradient_engine)
         self._initial_batch_size = arguments.check_optional_size(
             "expected_batch_size", expected_batch_size
@@ -231,6 +246,10 @@ class DPOptimizer(
             _layers(variables) * self.query.views,
             [v.shape for v in variables] * self.query.views,
         )
+        partial_sum = None
+        if self.logical_batch_steps > 1:
+            zero = self.mechanism.zero_sum(self.query.record_specs(variables))
+            partial_sum = PartialSum(self.logical_batch_steps, zero)
         self._state = OptimizerState.create(
             self,
             variables,
@@ -238,6 +257,7 @@ class DPOptimizer(
             {**self.filter.scalars, **self.rule.scalars},
             self.mechanism.initial_state(),
             self.mechanism.state_is_secret,
+            partial_sum,
         )
 
     def apply(

@@ -86,6 +86,25 @@ def of_schedule(model: Any) -> str:
     return _digest(known, source.rows)
 
 
+def of_draws(model: Any) -> str:
+    """Returns a digest of what the parts of a logical batch have in common.
+
+    Their clipped sums add up only if no record is in two of them: they are parts of one
+    draw from one data set.
+
+    Args:
+        model: A private model in `fit`.
+
+    Returns:
+        A hexadecimal digest; empty where batches come whole, or are not drawn here.
+    """
+    source, parts = model.fit_run.source, model.optimizer.logical_batch_steps
+    if parts == 1 or source.rows is None:
+        return ""
+    phase = dataclasses.asdict(source.phase) | {"seeded": None}
+    return _digest({"phase": phase, "parts": parts}, source.rows)
+
+
 def _digest(known: dict[str, Any], rows: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(json.dumps(known, sort_keys=True, default=str).encode())

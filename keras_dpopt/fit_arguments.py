@@ -79,6 +79,43 @@ def check_targets(model: Any, row_specs: dict[str, Any]) -> None:
         )
 
 
+def whole_batches(name: str, number: int | None, parts: int) -> int | None:
+    """Returns how many logical batches a number of physical ones is.
+
+    Args:
+        name: What the number is, for the message.
+        number: Of physical batches, or `None`.
+        parts: How many of them a logical one has.
+
+    Raises:
+        ValueError: if the last logical batch is not whole.
+    """
+    if number is None:
+        return None
+    if number % parts:
+        raise ValueError(
+            f"{name}={number} is no multiple of logical_batch_steps={parts}, so the "
+            "last logical batch would not be whole. Use a multiple."
+        )
+    return number // parts
+
+
+def check_parts_of_one_pass(number: int | None, parts: int) -> None:
+    """Raises if a logical batch could have parts of two passes over a data set.
+
+    Args:
+        number: How many batches it has; `None` where that is not known or endless.
+        parts: How many of them are a logical batch.
+    """
+    if parts > 1 and number is None:
+        raise ValueError(
+            "logical_batch_steps needs a data set that tells how many batches one pass "
+            "has: in one without end, a record could be twice in a logical batch and "
+            "get past the clip. Leave `repeat` out, and use `assert_cardinality`."
+        )
+    whole_batches("The number of batches of the data set", number, parts)
+
+
 def check_variables(model: Any) -> None:
     """Raises if the optimizer was built for other trainable variables."""
     known = keras_compat.optimizer_variables_of(model.optimizer)

@@ -40,11 +40,14 @@ class FitRun(keras.callbacks.Callback):
             self._is_first_epoch = False
         if self.source.adapter is not None:
             self.source.adapter.on_epoch_begin()
-        releases = model.optimizer.releases()
-        self.source.start.assign(releases - self.applied_in_epoch)
-        model.private_step.resume_step.assign(releases)
+        optimizer, step = model.optimizer, model.private_step
+        releases = optimizer.releases()
+        applied = self.applied_in_epoch // optimizer.logical_batch_steps
+        self.source.start.assign(releases - applied)
         if not self.applied_in_epoch:
+            optimizer.drop_parts()
             model.privacy_ledger.begin_epoch()
+        step.resume_place.assign(step.place(releases, optimizer.parts_come))
         if model.optimizer.at_limit():
             model.stop_training = True
         self.applied_in_epoch = 0
@@ -77,8 +80,9 @@ class FitRun(keras.callbacks.Callback):
         self._releases_before = self.model.optimizer.releases_made()
         params = self.params or {}
         if params.get("steps"):
-            epochs = params["epochs"] - epoch
-            self.planned_steps = epochs * params["steps"] - self.applied_in_epoch
+            parts = self.model.optimizer.logical_batch_steps
+            planned = (params["epochs"] - epoch) * params["steps"] // parts
+            self.planned_steps = planned - self.applied_in_epoch // parts
 
     def steps_made(self) -> int:
         """Returns how many steps were made from the first epoch on."""

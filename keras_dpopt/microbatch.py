@@ -167,8 +167,9 @@ class MicrobatchSum:
         given = self._optimizer.microbatch_size
         if given:
             return given
-        replicas = self._model.distribute_strategy.num_replicas_in_sync
-        batch_size = -(-self._optimizer.expected_batch_size // replicas)
+        shares = self._model.distribute_strategy.num_replicas_in_sync
+        shares *= self._optimizer.logical_batch_steps
+        batch_size = -(-self._optimizer.expected_batch_size // shares)
         if self.engine.name == "bookkeeping":
             by_memory = max(1, _MEMORY // max(1, self.notes.record_bytes))
             # Poisson batches are seldom larger than by 4 standard deviations. XLA

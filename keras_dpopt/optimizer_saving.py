@@ -35,7 +35,7 @@ class OptimizerSaving(MixIn):
         return named
 
     def secret_variables(self) -> dict[str, Any]:
-        """Returns what gives the noise away; `BackupAndRestore` alone saves it."""
+        """Returns what gives noise or data away; `BackupAndRestore` alone saves it."""
         return {} if self._state is None else self._state.secrets()
 
     def save_own_variables(self, store):
@@ -75,6 +75,7 @@ class OptimizerSaving(MixIn):
             **self.mechanism.get_config(),
             expected_batch_size=self._initial_batch_size,
             microbatch_size=self.microbatch_size,
+            logical_batch_steps=self.logical_batch_steps,
             gradient_engine=self.gradient_engine,
             augmentation_multiplicity=self.augmentation_multiplicity,
             ema_warmup=self.ema_warmup,

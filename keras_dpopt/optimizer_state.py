@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_dpopt.partial_sum import PartialSum
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerState:
@@ -22,6 +24,8 @@ class OptimizerState:
         mechanism_is_secret: Whether that state would give the noise away. It is then
             in variables that neither Keras nor TensorFlow tracks.
         weights_digest: Digest of the weights that the last update left.
+        partial_sum: Where a logical batch comes as several physical ones, the sum of
+            those that have come; else `None`.
     """
 
     per_variable: tuple[dict[str, Any], ...]
@@ -29,6 +33,7 @@ class OptimizerState:
     mechanism: Any
     mechanism_is_secret: bool
     weights_digest: Any
+    partial_sum: PartialSum | None
 
     @classmethod
     def create(
@@ -39,6 +44,7 @@ class OptimizerState:
         scalars: Mapping[str, Any],
         mechanism: Any,
         mechanism_is_secret: bool = False,
+        partial_sum: PartialSum | None = None,
     ) -> "OptimizerState":
         """Makes the variables.
 
@@ -50,6 +56,7 @@ class OptimizerState:
             scalars: Names of what is kept once, with its first value.
             mechanism: The mechanism's initial state, a structure of numbers and arrays.
             mechanism_is_secret: See the class.
+            partial_sum: See the class.
         """
 
         def kept(value):
@@ -74,6 +81,7 @@ class OptimizerState:
             tf.nest.map_structure(kept, mechanism),
             mechanism_is_secret,
             shared_variable(optimizer, "weights_digest", 0, "int64"),
+            partial_sum,
         )
 
     def named(self) -> dict[str, Any]:
@@ -91,7 +99,10 @@ class OptimizerState:
 
     def secrets(self) -> dict[str, Any]:
         """Returns the variables that `BackupAndRestore` alone may write."""
-        return self._mechanism_named() if self.mechanism_is_secret else {}
+        secrets = self._mechanism_named() if self.mechanism_is_secret else {}
+        if self.partial_sum is not None:
+            secrets |= self.partial_sum.variables()
+        return secrets
 
     def _mechanism_named(self) -> dict[str, Any]:
         flat = tf.nest.flatten(self.mechanism)

@@ -37,9 +37,9 @@ class PrivateStep:
             )
         self._own_loss = keras_compat.overrides_compute_loss(model)
         self.microbatch = MicrobatchSum(model, jit_compile, run_eagerly)
-        # Batches of the epoch that a resumed run had applied already: their steps lie
-        # below this number.
-        self.resume_step = tf.Variable(0, dtype=tf.int64, trainable=False)
+        # Batches of the epoch that a resumed run had applied already: their places
+        # lie below this number.
+        self.resume_place = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.watch = WeightsWatch(self._trainable)
 
     @classmethod
@@ -52,7 +52,7 @@ class PrivateStep:
     def __call__(self, batch: dict) -> None:
         """Does the step for a logical batch of `data.py`."""
         optimizer = self._optimizer
-        due = self._is_due(batch["step"])
+        due = self._is_due(batch["step"], batch["part"])
         weights = values_of(self._trainable)
         regularization, penalty = self._regularization(weights)
         number = tf.identity(optimizer.release_count.value)
@@ -75,13 +75,19 @@ class PrivateStep:
         optimizer = self._optimizer
         self.watch.compare()
 
-        def update():
-            gradient = optimizer.release(self._clipped(total), stage, drawn)
+        def update(whole):
+            gradient = optimizer.release(self._clipped(whole), stage, drawn)
             optimizer.apply(gradient, self._trainable, regularization, state)
             self.watch.remember()
             return tf.constant(True)
 
-        return tf.cond(due, update, lambda: tf.constant(False))
+        def part():
+            whole, complete = optimizer.add_part(total)
+            if complete is True:
+                return update(whole)
+            return tf.cond(complete, lambda: update(whole), lambda: tf.constant(False))
+
+        return tf.cond(due, part, lambda: tf.constant(False))
 
     def _clipped(self, total) -> ClippedSum:
         mechanism = self._optimizer.mechanism
@@ -98,17 +104,23 @@ class PrivateStep:
             lambda: tuple(tf.zeros(spec.shape, tf.float32) for spec in specs),
         )
 
-    def _is_due(self, step):
-        """Whether this batch is the next release, within the limit."""
+    def _is_due(self, step, part):
+        """Whether this batch is the next one of the next release, within the limit."""
         number = self._optimizer.release_count.value
         allowed = number < self._optimizer.step_limit.value
-        applied = step < self.resume_step
-        expected = tf.equal(step, number) | tf.logical_not(allowed) | applied
+        place = self.place(step, part)
+        is_next = tf.equal(place, self.place(number, self._optimizer.parts_come))
+        applied = place < self.resume_place
         check = tf.debugging.Assert(
-            expected, ["A batch was drawn for step", step, "and came at step", number]
+            is_next | tf.logical_not(allowed) | applied,
+            ["A batch was drawn for step", step, "and came at step", number],
         )
         with tf.control_dependencies([check] if check is not None else []):
-            return tf.equal(step, number) & allowed & tf.logical_not(applied)
+            return is_next & allowed & tf.logical_not(applied)
+
+    def place(self, step, part):
+        """The number of a physical batch: of this part of the batch for a step."""
+        return step * self._optimizer.logical_batch_steps + part
 
     def _sum_of_microbatches(self, batch, due, points, penalty, stage):
         rows, count, step = batch["rows"], batch["count"], batch["step"]
@@ -127,6 +139,8 @@ class PrivateStep:
         def body(j, total):
             part_rows = tf.nest.map_structure(lambda t: t[j], rows)
             positions = distribution.positions(batch, j * size + tf.range(size))
+            parts = self._optimizer.logical_batch_steps
+            positions = positions * parts + tf.cast(batch["part"], tf.int32)
             seeds = self.microbatch.seeds(step, positions)
             part_count = tf.minimum(count - j * size, size)
             part, outputs = self.microbatch(points, part_rows, seeds, part_count)

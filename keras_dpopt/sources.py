@@ -14,6 +14,7 @@ from keras_dpopt import (
     fit_arguments,
     keras_compat,
     planned_fit,
+    preprocessing,
     tried_rows,
 )
 from keras_dpopt.ledger import Phase
@@ -91,11 +92,13 @@ def drawn(
         x, y, sample_weight, class_weight, preprocess is not None
     )
     if preprocess is not None:
-        notes += data.check_preprocessing(preprocess, rows.values)
+        notes += preprocessing.check(preprocess, rows.values)
     batch_size = arguments.resolve_batch_size(optimizer.expected_batch_size, batch_size)
     epoch = accounting.steps_per_epoch(rows.size, batch_size)  # refuses more than N
     optimizer.resolve_sizes(batch_size, rows.size)
-    steps = steps_per_epoch or epoch
+    parts = optimizer.logical_batch_steps
+    steps = fit_arguments.whole_batches("steps_per_epoch", steps_per_epoch, parts)
+    steps = steps or epoch
     plan = optimizer.plan_run(steps * epochs, rows.size, drawn=True)
     sampler = planned_fit.sampler_of(optimizer, plan, sampler)
     start = _start()
@@ -105,7 +108,7 @@ def drawn(
         # there was when the data set was made.
         return sampler.indices(optimizer.keys.sampler, step, rows.size, batch_size)
 
-    batches = data.drawn_batches(rows, draw, start, steps, preprocess)
+    batches = data.drawn_batches(rows, draw, start, steps, preprocess, parts)
     phase = planned_fit.phase_of(
         optimizer, plan, batch_size, sampling=sampler.kind, train_size=rows.size
     )
@@ -153,12 +156,15 @@ def given(
     adapter = keras_compat.data_adapter(x, class_weight, shuffle)
     notes = () if preprocess is None else _check_given(preprocess, x, adapter)
     start = _start()
+    number, parts = adapter.num_batches, optimizer.logical_batch_steps
+    fit_arguments.check_parts_of_one_pass(number, parts)
     batches = data.given_batches(
-        adapter.get_tf_dataset(), start, preprocess, adapter.num_batches
+        adapter.get_tf_dataset(), start, preprocess, number, parts
     )
-    steps = steps_per_epoch or adapter.num_batches
+    fit_arguments.whole_batches("steps_per_epoch", steps_per_epoch, parts)
+    steps = steps_per_epoch or number
     if steps:  # Keras makes whole executions of an endless data set
-        steps = -(-steps // steps_per_execution) * steps_per_execution
+        steps = -(-steps // steps_per_execution) * steps_per_execution // parts
     plan = optimizer.plan_run(steps and steps * epochs, train_size, drawn=False)
     phase = planned_fit.phase_of(
         optimizer,
@@ -185,11 +191,11 @@ def _check_given(preprocess, x, adapter) -> tuple[str, ...]:
     """Tries the preprocessing on a batch, where looking at it takes none away."""
     looked_at = tried_rows.elements(x, adapter)
     if looked_at is None:
-        return (data.UNCHECKED,)
+        return (preprocessing.UNCHECKED,)
     for element in looked_at:
         rows = data.element_rows(element)
-        if data.number_of_rows(rows) > 1:
-            return data.check_preprocessing(preprocess, rows)
+        if preprocessing.number_of_rows(rows) > 1:
+            return preprocessing.check(preprocess, rows)
     return ()
 
 

@@ -150,13 +150,37 @@ class StepInterface(MixIn):
         """Returns the mechanism's state as tensors."""
         return tf.nest.map_structure(tf.convert_to_tensor, self._state.mechanism)
 
+    @property
+    def parts_come(self):
+        """int64 scalar: parts of the next logical batch whose sum is kept."""
+        partial_sum = self._state.partial_sum
+        return tf.constant(0, tf.int64) if partial_sum is None else partial_sum.count
+
+    def add_part(self, total):
+        """Adds the clipped sum of a physical batch to those before it.
+
+        Returns:
+            The sum, and whether it is that of a whole logical batch.
+        """
+        partial_sum = self._state.partial_sum
+        return (total, True) if partial_sum is None else partial_sum.add(total)
+
+    def drop_parts(self) -> None:
+        """Forgets the physical batches of a logical one that was not completed."""
+        if self._state is not None and self._state.partial_sum is not None:
+            self._state.partial_sum.drop()
+
     def draw_ahead(self, number, stage: int = 0):
         """Draws the noise of a release before its sum is there; see `release`.
+
+        Where batches come in parts it draws nothing: most steps release nothing.
 
         Args:
             number: int64 scalar, the number of the step.
             stage: Which of the releases of the step it is.
         """
+        if self.logical_batch_steps > 1:
+            return None
         return self.mechanism.draw_ahead(
             self.query.record_specs(keras_compat.optimizer_variables_of(self)),
             self.keys.noise,

@@ -233,6 +233,7 @@ class PrivateTraining(EngineReport, TrainingHooks, PrivateSaving):
             )
         finally:
             self.fit_run = None
+            optimizer.drop_parts()
             self._initial_epoch = None  # BackupAndRestore may have set it
             self.privacy_ledger.close_phase()
 
@@ -263,6 +264,7 @@ class PrivateTraining(EngineReport, TrainingHooks, PrivateSaving):
         try:
             ledger.limit_steps()
             batch["step"] = tf.constant(optimizer.releases(), tf.int64)
+            batch["part"] = optimizer.parts_come
             self.make_train_function()
             self.reset_metrics()
             logs = self.train_function(distribution.replica_iterator(self, batch, size))

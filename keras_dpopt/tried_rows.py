@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_dpopt import data
+from keras_dpopt import data, preprocessing
 
 # Batches that are looked at: one that is a Poisson sample may be empty.
 _LOOKS = 8
@@ -34,7 +34,7 @@ def of_data_set(x: Any, adapter: Any, preprocess: Callable | None) -> dict | Non
     """Rows of a data set as the model gets them, or `None`."""
     for element in elements(x, adapter) or ():
         rows = data.element_rows(element)
-        if data.number_of_rows(rows):
+        if preprocessing.number_of_rows(rows):
             return of_rows(rows, preprocess)
     return None
 
@@ -43,10 +43,8 @@ def of_rows(rows: dict, preprocess: Callable | None) -> dict | None:
     """Some of the rows, spread over all of them, as the model gets them."""
     if any(isinstance(t, tf.SparseTensor) for t in tf.nest.flatten(rows)):
         return None
-    places = np.linspace(0, data.number_of_rows(rows) - 1, 3).astype(int)
-    return data.preprocessed_rows(
-        tf.nest.map_structure(
-            lambda t: tf.gather(tf.convert_to_tensor(t), sorted(set(places))), rows
-        ),
-        preprocess,
+    places = np.linspace(0, preprocessing.number_of_rows(rows) - 1, 3).astype(int)
+    some = tf.nest.map_structure(
+        lambda t: tf.gather(tf.convert_to_tensor(t), sorted(set(places))), rows
     )
+    return preprocessing.run(preprocess, some)

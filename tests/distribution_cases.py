@@ -48,12 +48,23 @@ def flat(values):
     return np.concatenate([np.ravel(value) for value in values])
 
 
+def check_equal(one, other):
+    """Compares two runs; noise is in all of their gradients."""
+    scale = np.abs(one[0]).max()
+    np.testing.assert_allclose(other[0], one[0], atol=1e-5 * scale)
+    assert np.linalg.matrix_rank(one[0]) == STEPS
+    np.testing.assert_allclose(other[1], one[1], rtol=1e-3, atol=1e-4)
+    for name, values in one[2].items():
+        np.testing.assert_allclose(other[2][name], values, rtol=1e-4, err_msg=name)
+
+
 def train(name, strategy, **arguments):
     """Ten steps; returns the privatized gradients, the weights and the history."""
     model = classifier(name, strategy, **arguments)
+    batches = STEPS // 2 * model.optimizer.logical_batch_steps
     with strategy.scope():
         model.optimizer.build(model.trainable_variables)
     watch = contract.Watch(model, STEPS)
-    history = model.fit(*rows(), steps_per_epoch=STEPS // 2, epochs=2, verbose=0)
+    history = model.fit(*rows(), steps_per_epoch=batches, epochs=2, verbose=0)
     gradients = np.stack([flat(watch.gradient(t)) for t in range(STEPS)])
     return gradients, flat(model.trainable_variables), history.history

@@ -11,23 +11,21 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from distribution_cases import BATCH, STEPS, classifier, flat, mirrored, rows, train
+from distribution_cases import (
+    BATCH,
+    check_equal,
+    classifier,
+    flat,
+    mirrored,
+    rows,
+    train,
+)
 
 import keras_dpopt
 from keras_dpopt.adaptive_clipping import AdaptiveClipping
 
 # With random layers, this engine gives a record the same draws on every replica.
 LOOP = {"gradient_engine": "loop"}
-
-
-def check_equal(one, other):
-    """Compares two runs; noise is in all of their gradients."""
-    scale = np.abs(one[0]).max()
-    np.testing.assert_allclose(other[0], one[0], atol=1e-5 * scale)
-    assert np.linalg.matrix_rank(one[0]) == STEPS
-    np.testing.assert_allclose(other[1], one[1], rtol=1e-3, atol=1e-4)
-    for name, values in one[2].items():
-        np.testing.assert_allclose(other[2][name], values, rtol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("name", helpers.OPTIMIZERS)

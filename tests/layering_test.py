@@ -75,6 +75,7 @@ _RANKS = {
     "loss_reduction": (3, 0),
     "losses": (3, 1),
     "optimizer_saving": (3, 0),
+    "partial_sum": (2, 0),
     "optimizer_state": (3, 0),
     "step_interface": (3, 0),
     "budget": (3, 0),
@@ -103,6 +104,7 @@ _RANKS = {
     "statement": (3, 3),
     "engines/__init__": (3, 6),
     # The step, as a function and as an optimizer; the data; the ledger of a model.
+    "preprocessing": (3, 5),
     "data": (3, 6),
     "dp_optimizer": (4, 0),
     "fingerprint": (4, 0),
