@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from keras_dpopt import keras_compat
+from keras_dpopt import keras_compat, tensorflow_compat
 
 
 def single_loss(loss, y_true, y_pred, sample_weight):
@@ -52,12 +52,18 @@ def row_losses(loss, y_true, y_pred, sample_weight):
             keras_compat.set_keras_mask(row["y_pred"], row["mask"])
         return single_loss(loss, row.get("y"), row["y_pred"], row.get("weight"))
 
-    return tf.vectorized_map(one, given)
+    losses = tf.vectorized_map(one, given)
+    return tensorflow_compat.by_record(losses, tf.nest.flatten(given))
 
 
 def _is_of_keras(loss) -> bool:
-    """Whether a loss is one of Keras' own, the function that it wraps included."""
+    """Whether a loss is one of Keras' own, the function that it wraps included.
+
+    Not a hinge loss: whether 0 stands for -1 there, the labels of the batch decide.
+    """
     function = getattr(loss, "fn", loss)
+    if function in (keras.losses.hinge, keras.losses.squared_hinge):
+        return False
     modules = (type(loss).__module__, getattr(function, "__module__", None) or "")
     return all(module.split(".")[0] == "keras" for module in modules)
 

@@ -171,7 +171,7 @@ class RecordLoss:
         losses = ops.mean(ops.reshape(ops.cast(losses, "float32"), (-1, copies)), 1)
         masks = _masks(y_pred)
         if copies > 1:
-            first = lambda t: t[::copies]  # noqa: E731
+            first = lambda t: _in_copies(t, copies)[:, 0]  # noqa: E731
             y_pred, masks = tf.nest.map_structure(first, (y_pred, masks))
         return RecordOutputs(losses, y_pred, masks)
 
@@ -252,6 +252,11 @@ def _mean(losses: list) -> Any:
     if len(losses) == 1:
         return losses[0]
     return ops.mean(ops.stack([ops.cast(loss, "float32") for loss in losses]))
+
+
+def _in_copies(t, copies):
+    """`[m, copies, ...]` of `[m*copies, ...]`."""
+    return tf.reshape(t, tf.concat([[-1, copies], tf.shape(t)[1:]], 0))
 
 
 def _repeated(x: Any, copies: int) -> Any:

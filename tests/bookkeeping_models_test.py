@@ -89,11 +89,6 @@ def _function(x, w, b):
     return tf.nn.tanh(x @ w) @ tf.transpose(w) + b
 
 
-@tf.custom_gradient
-def _reversed(x):
-    return tf.identity(x), lambda upstream: -2.0 * upstream
-
-
 MODELS = {
     "one layer three times": (_thrice, SERIES),
     "tied weights": (
@@ -115,23 +110,6 @@ MODELS = {
             lambda x, d, *ws: d(_function(x, *map(tf.convert_to_tensor, ws))),
             layers.Dense(2),
             shapes=((6, 5), (6,)),
-        ),
-        SERIES,
-    ),
-    "reversed gradient": (
-        lambda: Called(
-            lambda x, d, e, w: e(_reversed(d(x)) @ _reversed(tf.convert_to_tensor(w))),
-            layers.Dense(4),
-            layers.Dense(2),
-            shapes=((4, 3),),
-        ),
-        SERIES,
-    ),
-    "mapped": (
-        lambda: model(
-            Lambda(
-                lambda x, w: ops.vectorized_map(lambda r: ops.tanh(r @ w), x), (6, 5)
-            )
         ),
         SERIES,
     ),
@@ -230,10 +208,6 @@ LOSSES = {
     "classes": {
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "y": tokens(M, 9) % 3,
-    },
-    "CTC": {
-        "loss": keras.losses.CTC(),
-        "y": np.array([[1, 2, 0], [2, 0, 0], [2, 2, 1], [1, 1, 0]]),
     },
     "a weight a record": {"sample_weight": np.float32([1.0, 2.0, 0.5, 0.1])},
     "a weight a step": {"sample_weight": np.abs(draw(M, 9, seed=8))},

@@ -24,6 +24,7 @@ from keras import layers, ops
 
 import keras_dpopt
 from keras_dpopt.engines import trial
+from keras_dpopt.engines.separation import Separation
 
 
 def tried(made):
@@ -65,6 +66,13 @@ def _mixed(x):
     return tf.identity(x), lambda b: b - tf.reduce_mean(b, 0, keepdims=True)
 
 
+@pytest.fixture
+def without_proof(monkeypatch):
+    """The trial alone: what it shows, where the proof of `separation.py` had a hole."""
+    for name in ("check", "check_use"):
+        monkeypatch.setattr(Separation, name, lambda *_: None)
+
+
 COUPLED = {
     "less the mean": lambda x: x - ops.mean(x, axis=0, keepdims=True),
     "times the size": lambda x: x * ops.cast(ops.shape(x)[0], "float32"),
@@ -77,6 +85,7 @@ COUPLED = {
 }
 
 
+@pytest.mark.usefixtures("without_proof")
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis 0")
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("name", COUPLED)
@@ -102,6 +111,7 @@ class Shuffled(layers.Layer):
         return ops.take(x, order, axis=0)
 
 
+@pytest.mark.usefixtures("without_proof")
 @pytest.mark.parametrize("seed", [3, 6])
 def test_a_random_coupling_is_refused(seed):
     """Of three records, the draws of seed 6 would leave each where it is."""

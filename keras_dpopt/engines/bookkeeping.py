@@ -24,6 +24,7 @@ from keras_dpopt.engines import (
     norm_forms,
     operation_rules,
     pull_back,
+    separation,
     subgraphs,
     weight_uses,
 )
@@ -65,15 +66,18 @@ def _masked_sum(problem, rows, seeds, mask):
     flat = tf.nest.flatten(rows)
     records = tf.shape(flat[0])[0]
     axis = RecordAxis(records)
+    apart = separation.Separation(flat)
     parts: list[list] = []
     outputs: Any = None
     operations: list = []
     for point in problem.points:
         weights = [tf.identity(w) for w in point.weights]
         outputs = problem.evaluate_batch(weights, seeds[0], rows)
+        for tensor in (outputs.loss, *tf.nest.flatten(outputs.y_pred)):
+            apart.check(tensor)
         uses = weight_uses.find(weights, flat)
         operations = [tuple(use.operation.type for use in of) for of in uses]
-        found = _terms(outputs.loss, weights, uses, axis, problem.loss_scale)
+        found = _terms(outputs.loss, weights, uses, axis, apart, problem.loss_scale)
         found = _views(found, point)
         parts = [a + b for a, b in zip(parts, found, strict=True)] if parts else found
     count = len(problem.points[0].weights)
@@ -113,7 +117,7 @@ def _masked_sum(problem, rows, seeds, mask):
     }
 
 
-def _terms(losses, weights, uses, axis: RecordAxis, loss_scale: float) -> list[list]:
+def _terms(losses, weights, uses, axis: RecordAxis, apart, loss_scale) -> list[list]:
     """The terms of all weights at one point."""
     results = {t.ref(): t for of in uses for use in of for t in use.results}
     total = tf.reduce_sum(losses) * loss_scale
@@ -123,13 +127,13 @@ def _terms(losses, weights, uses, axis: RecordAxis, loss_scale: float) -> list[l
         [
             term.scaled(1.0 / loss_scale)
             for use in of
-            for term in _terms_of(use, weight, cotangents, axis)
+            for term in _terms_of(use, weight, cotangents, axis, apart)
         ]
         for weight, of in zip(weights, uses, strict=True)
     ]
 
 
-def _terms_of(use, weight, cotangents: dict, axis: RecordAxis) -> list:
+def _terms_of(use, weight, cotangents: dict, axis: RecordAxis, apart) -> list:
     """The terms that one use makes of the weight."""
     own = [cotangents[t.ref()] for t in use.results]
     if all(cotangent is None for cotangent in own):
@@ -137,6 +141,7 @@ def _terms_of(use, weight, cotangents: dict, axis: RecordAxis) -> list:
     if use.operation.type in loops.LOOPS:
         found = []
         for inner in loops.calls(use.operation, use.index, own, axis.records):
+            apart.check_use(inner.call.operation)
             term = operation_rules.term(inner.call, inner.cotangent, axis)
             path = use.path if inner.same else None
             found.append(pull_back.to_weight(term, inner.tensor, path, weight))
@@ -149,8 +154,9 @@ def _terms_of(use, weight, cotangents: dict, axis: RecordAxis) -> list:
             path = (*(use.path or ()), *(part.path or ())) if chain else None
             part = dataclasses.replace(part, path=path)
             own = {t.ref(): cotangent for t in part.results}
-            found += _terms_of(part, weight, own, axis)
+            found += _terms_of(part, weight, own, axis, apart)
         return found
+    apart.check_use(use.operation)
     if len(own) != 1:
         raise NoRule(f"no rule for {use.operation.type} ({use.operation.name})")
     call = Call(use.operation, use.index, list(use.operation.inputs), use.results[0])
