@@ -217,7 +217,7 @@ def measure(name: str) -> list[dict]:
         first[way] = time.perf_counter() - begin
     times = {way: [] for way in steps}
     # Short steps are repeated, so that a turn takes about a quarter of a second. The
-    # first step of a turn finds the caches full of another way's data, and is not timed.
+    # first step of a turn finds the caches full of another way's data: it is not timed.
     steps[Way()]()
     inner = max(1, round(0.25 / _seconds(steps[Way()], 1)))
     for _ in range(_REPEATS.value):
