@@ -32,6 +32,16 @@ demo: setup ## Install, then train privately on handwritten digits (examples/qui
 test: setup ## Install, then run all tests and the docstring examples
 	@$(PY) -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
+# What compares optimizers, engines, replicas and noise takes the devices that it finds.
+GPU_TESTS := $(addprefix tests/,$(addsuffix _test.py, optimizer_contract \
+  optimizer_training_contract engines bookkeeping bookkeeping_models \
+  bookkeeping_queries bookkeeping_devices distribution prng gaussian_noise golden))
+
+.PHONY: test-gpu
+test-gpu: setup ## Run the contract and equality tests on the GPUs of this machine
+	@bash .ci/check_gpu "$(PY)"
+	@$(PY) -m pytest $(GPU_TESTS) $(PYTEST_ARGS)
+
 .PHONY: examples
 examples: setup ## Run every example at a small size
 	@for file in examples/[!_]*.py; do \

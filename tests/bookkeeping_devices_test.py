@@ -69,6 +69,7 @@ def test_the_error_is_that_of_the_devices_here(monkeypatch):
         tf.config, "list_physical_devices", lambda kind: [kind] * (kind in found)
     )
     enabled = tf.config.experimental
+    monkeypatch.setattr(enabled, "tensor_float_32_execution_enabled", lambda: True)
     assert rounding.product_error() == 0.0
     found.append("GPU")
     assert rounding.product_error() == rounding._TF32 > 2.0**-9

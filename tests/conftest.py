@@ -23,6 +23,14 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * 4,
 )
+_gpus = tf.config.list_physical_devices("GPU")
+if _gpus:
+    # Tests compare with float32, and products in TF32 have three digits.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+if len(_gpus) == 1:  # it stands for several; MiB, because each has to have a limit
+    tf.config.set_logical_device_configuration(
+        _gpus[0], [tf.config.LogicalDeviceConfiguration(memory_limit=2048)] * 4
+    )
 
 # No deadline: the first example of a test traces a TensorFlow graph.
 hypothesis.settings.register_profile(

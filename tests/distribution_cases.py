@@ -1,9 +1,12 @@
 """Small runs on replicas, for tests and for their worker processes."""
 
+import os
+
 import contract
 import helpers
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_dpopt
@@ -12,10 +15,23 @@ STEPS, RECORDS, BATCH = 10, 12, 6
 
 
 def mirrored(replicas: int):
-    """One replica on each of so many logical CPUs."""
+    """One replica on each of so many GPUs, or of logical CPUs where there is no GPU."""
     if replicas == 1:
         return tf.distribute.get_strategy()
-    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
+    kind = "GPU" if tf.config.list_physical_devices("GPU") else "CPU"
+    found = len(tf.config.list_logical_devices(kind))
+    if found < replicas:
+        pytest.skip(f"needs {replicas} {kind}s, and there are {found}")
+    return tf.distribute.MirroredStrategy([f"{kind}:{i}" for i in range(replicas)])
+
+
+def gpus_of_workers(workers: int) -> list[str]:
+    """What each worker of this machine may see: a GPU of its own, or none."""
+    found = len(tf.config.list_physical_devices("GPU"))
+    if found < workers:
+        return ["-1"] * workers
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (visible.split(",") if visible else [*map(str, range(found))])[:workers]
 
 
 def rows(records: int = RECORDS):

@@ -14,6 +14,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 strategy = tf.distribute.MultiWorkerMirroredStrategy()
+tf.config.experimental.enable_tensor_float_32_execution(False)  # as in conftest.py
 
 import distribution_cases  # noqa: E402
 

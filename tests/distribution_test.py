@@ -16,6 +16,7 @@ from distribution_cases import (
     check_equal,
     classifier,
     flat,
+    gpus_of_workers,
     mirrored,
     rows,
     train,
@@ -87,14 +88,20 @@ def test_two_workers_equal_one_replica_and_refuse_different_data(tmp_path):
     path, names = pathlib.Path(__file__).parent, ("DPSGD", "FiBeR")
     ports = ",".join(_free_ports(2))
     workers = []
-    for i in range(2):
+    for i, gpu in enumerate(gpus_of_workers(2)):
         with open(tmp_path / f"log{i}", "w", encoding="utf-8") as log:
             command = ["distribution_process.py", tmp_path, i, ports, ",".join(names)]
             workers.append(
                 subprocess.Popen(
                     [sys.executable, *map(str, command)],
                     cwd=path,
-                    env={**os.environ, "PYTHONPATH": f"{path.parent}:{path}"},
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": f"{path.parent}:{path}",
+                        "CUDA_VISIBLE_DEVICES": gpu,
+                        # Beside this process, which has taken its share.
+                        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+                    },
                     stdout=log,
                     stderr=log,
                 )
