@@ -36,10 +36,11 @@ def once(function: Callable, values: Any, batch: dict) -> Any:
             logical batches: a record could be in the shares of two of them, and the
             noise would be too small for that.
     """
+    # A strategy of one replica, too, assigns outside of the replica.
+    if not tf.distribute.has_strategy():
+        return function(values)
     context = tf.distribute.get_replica_context()
     replicas = context.num_replicas_in_sync
-    if replicas == 1:
-        return function(values)
     # A distributed data set forgets the first axis of what it is made of.
     own = tf.zeros([0])
     if "fingerprint" in batch:

@@ -35,6 +35,19 @@ def test_two_replicas_equal_one(name):
     check_equal(*(train(name, mirrored(n), **LOOP, **own) for n in (1, 2)))
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+        lambda: tf.distribute.MirroredStrategy(["CPU:0"]),
+    ],
+    ids=["one device", "one replica"],
+)
+def test_a_strategy_of_one_replica_equals_none(strategy):
+    """As of `MirroredStrategy` on a machine with one GPU."""
+    check_equal(*(train("FiBeR", s, **LOOP) for s in (mirrored(1), strategy())))
+
+
 @pytest.mark.parametrize("engine", ["bookkeeping", "vectorized", "eagerly"])
 def test_engines_on_replicas(engine):
     arguments = {"gradient_engine": "loop" if engine == "eagerly" else engine}
